@@ -47,7 +47,7 @@ def get_config() -> TrainConfig:
 
 
 def gpt_1b_128k() -> TrainConfig:
-    """The same, whatever this machine is."""
+    """The config, whatever this machine is."""
     base = gpt_1b_32k.gpt_1b()
     return dataclasses.replace(
         base,
@@ -57,7 +57,7 @@ def gpt_1b_128k() -> TrainConfig:
         # As many tokens to a step as gpt_1b_32k.
         batch_size=2,
         gradient_accumulation=2,
-        # A GPU has room for what the attention kernel returns, which takes longest to make again; not for the rest.
+        # A GPU has room for the attention kernel's outputs, which take longest to recompute, and not for the rest.
         model=dataclasses.replace(base.model, remat="save_attention"),
         mesh=MeshConfig(context=2),
     )

@@ -1,8 +1,7 @@
 """A GPT of 1.3B parameters on packed documents, 32,768 tokens to a sequence, on one accelerator.
 
-Hypothesis: what makes 32k affordable at 124M parameters (attention that skips what its mask excludes, a loss without
-[tokens, vocabulary] logits) carries over to a model ten times the size: it trains on one GPU, without a second one to
-shard over.
+Hypothesis: two techniques make 32k affordable at 124M parameters: attention that skips tiles which its mask excludes,
+and a loss without [tokens, vocabulary] logits. They carry over to a model ten times the size: it trains on one GPU.
 
 Command:
     python -m trainer --config experiments/gpt_1b_32k.py
@@ -41,7 +40,7 @@ def get_config() -> TrainConfig:
 
 
 def gpt_1b() -> TrainConfig:
-    """The same, whatever this machine is."""
+    """The config, whatever this machine is."""
     base = gpt_32k.gpt2_small()
     return dataclasses.replace(
         base,

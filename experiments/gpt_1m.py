@@ -46,7 +46,7 @@ def get_config() -> TrainConfig:
 
 
 def gpt_1b_1m() -> TrainConfig:
-    """The same, whatever this machine is."""
+    """The config, whatever this machine is."""
     base = gpt_128k.gpt_1b_128k()
     return dataclasses.replace(
         base,

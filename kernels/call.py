@@ -1,6 +1,6 @@
 """An attention call, split into what is traced and what is static.
 
-A backend is two functions of both parts (`kernels.attention.core`). It may refuse a call by its static part alone.
+A backend is two functions of both parts, `fwd` and `bwd`. It may refuse a call by its static part alone.
 
 Dimensions: B batch, T query length, S key/value length, N query heads, K key/value heads (N = K·G),
 H head dim of query and key, V head dim of value.
@@ -32,8 +32,8 @@ class AttentionInputs(NamedTuple):
 
     Two are for `kernels.context` alone. `token_order`: the index in the sequence of each token, if ranks hold tokens in
     another order. `num_keys`: the number of keys at the beginning of each sequence that are present. No query attends
-    to the others. But for the first few of them (`kernels.backends.Backend.longest_tile`) they may hold anything, and a
-    backend may leave their gradients unwritten.
+    to the keys after them. The first `longest_tile` of these (`kernels.backends.Backend`) are finite. The others may
+    hold anything, and a backend may leave their gradients unwritten.
     """
 
     query: Float[Array, "B T N H"]
@@ -49,7 +49,7 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The static description: hashable, all that the choice of a backend and planning look at."""
+    """The static description. Hashable. The choice of a backend and the plans read nothing else."""
 
     batch: int
     q_len: int
@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
     position_run: int = 1
-    """Positions count up by one within each aligned run of so many tokens, of queries and of keys."""
+    """Positions count up by one within each aligned run of `position_run` tokens, of queries and of keys."""
     task: Literal["attention"] = "attention"
 
     @property
@@ -91,12 +91,12 @@ class AttentionCall(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """What a backward pass starts from.
+    """The input of a backward pass.
 
     Attributes:
       d_output: the output's gradient, in the call's dtype.
-      lse: of the whole row, −inf where it attends to nothing; in the softmax's dtype, as `delta` is.
-      delta: rowsum(dO∘O), less the gradient that arrives through lse itself.
+      lse: over all keys of a query, −inf where it attends to nothing; in the softmax's dtype, as `delta` is.
+      delta: rowsum(dO∘O), less the gradient of lse itself.
     """
 
     d_output: Float[Array, "B T N V"]

@@ -33,7 +33,7 @@ class ActivationSharding:
       sequence_axis: mesh axis that the tokens of each sequence are split over.
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
       sequence_sharding: which tokens of a sequence each rank of `sequence_axis` holds.
-      exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
+      exchange: how ranks get at each other's keys and values; None: the choice of `kernels.context` for each mask.
       collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of GPUs that write to each other's
         memory; None: the kernels where two to four GPUs can run them.
 
@@ -75,7 +75,7 @@ class ActivationSharding:
 
     @property
     def layout(self) -> MeshLayout:
-        """The same for functions that each device runs on its own part."""
+        """The layout for functions that each device runs on its own part."""
         return MeshLayout(self.mesh, self.batch_axes, self.sequence_axis, self.head_axis, self.sequence_sharding)
 
     @property
@@ -115,11 +115,11 @@ class ActivationSharding:
         return self._constrain(hidden, self.batch_axes, self.sequence_axis, None)
 
     def gather_tokens(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """From the residual stream to matmuls that split features over `head_axis`: whole on each of its ranks."""
+        """Makes tokens whole on each rank of `head_axis`, for matmuls that split features over it."""
         return _gather_tokens(self, hidden)
 
     def scatter_tokens(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """From matmuls that sum over features, which `head_axis` splits, back to the residual stream."""
+        """Splits tokens over `head_axis` again, after matmuls that sum over its features."""
         return _scatter_tokens(self, hidden)
 
     def choose_collectives(
@@ -222,7 +222,7 @@ class ActivationSharding:
         return length * self.mesh.shape[self.sequence_axis] if self.sequence_axis in manual_axes() else length
 
     def token_order(self, length: int) -> Int[Array, "1 T"]:
-        """Where in the sequence `length` tokens stand: all of its tokens, or this device's part of them.
+        """Indices in the sequence of `length` tokens: all of its tokens, or this device's part of them.
 
         Args:
           length: T, of the arrays that the caller has.

@@ -21,9 +21,8 @@ from kernels.masks import require_mask
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
 from layers.config import QKNorm
-from layers.initializers import small_init
 from layers.norm import RMSNorm
-from layers.projections import project, project_back
+from layers.projections import project, project_back, small_init
 from layers.rope_scaling import RopeScaling
 from layers.rotary import Rotary, Rotation, make_rotation, rotate
 

@@ -17,11 +17,11 @@ from kernels import SlabCache
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
 from layers.config import GPTConfig, NormPlacement
-from layers.initializers import small_init
 from layers.layer_config import LayerConfig
 from layers.mlp import MLP
 from layers.moe import MoE, RouterSums
 from layers.norm import RMSNorm
+from layers.projections import small_init
 from layers.rotary import Rotation
 
 
@@ -32,7 +32,7 @@ class Block(nnx.Module):
 
     Args:
       config: the network's sizes.
-      layer: what this block has of its own, from `config.layer`.
+      layer: the block's own settings, from `config.layer`.
       activation_sharding: how activations lie on a mesh; None: left to XLA.
       rngs: source of the initial values.
 

@@ -123,7 +123,7 @@ class GPTConfig:
     """Attention backend of training and of prompts: its name, or in a config file a tuning object from `kernels`, which
     also says how it runs; None: the fastest that serves the call."""
     decode_implementation: str | Tuning | None = None
-    """The same for the tokens that are written one after another: dense, triton, blockwise or None."""
+    """Attention backend of decoding: dense, triton, blockwise, or None, the fastest that serves the call."""
     remat: str = "full"
     """Activations that the backward pass recomputes. none: nothing; save_matmuls: only elementwise operations;
     save_attention: all but the attention kernel; full: each block from its input; offload_attention: as
@@ -140,8 +140,8 @@ class GPTConfig:
     norm_epsilon: float = 1e-6
     """Added to the mean square in every RMS norm."""
     norm_placement: NormPlacement = "pre"
-    """Which side of attention and of the MLP their norms stand on: pre, on what goes in (GPT-2); post, on what comes
-    out (OLMo 2, arXiv:2501.00656); both (Gemma 2, arXiv:2408.00118)."""
+    """Norms of attention and of the MLP: pre, on the input (GPT-2); post, on the output (OLMo 2, arXiv:2501.00656);
+    both (Gemma 2, arXiv:2408.00118)."""
     norm_scale_offset: float = 0.0
     """Added to the scale of every RMS norm; Gemma's is 1, so that a stored scale of 0 changes nothing."""
     embedding_scale: float | None = None

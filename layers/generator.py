@@ -37,7 +37,7 @@ class SampleRequest:
     num_new_tokens: int
     """Tokens to add at most, at least one."""
     seed: int
-    """Of the random choices. Prompt and seed alone determine a text, whatever is written beside it."""
+    """Seed of the random choices. Prompt and seed alone determine a text, whatever is written beside it."""
     stop_token: int | None
     """Ends the text; None: its length alone does."""
 
@@ -46,7 +46,7 @@ class NewToken(NamedTuple):
     """A token that was added to a text."""
 
     request: int
-    """Which text."""
+    """Index of the text."""
     token: int
     is_last: bool
     """True if the text ends here: this is the stop token, or it has its number of tokens."""
@@ -253,7 +253,7 @@ def make_requests(
 
 
 def _numbers(choice: TokenChoice) -> dict[str, float | None]:
-    # Arguments of the programs: whether there is a number is compiled in, which one isn't.
+    # Arguments of the programs: the presence of a number is compiled in, its value isn't.
     return {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
 
 
@@ -265,7 +265,7 @@ def _context_length(requests: Sequence[SampleRequest]) -> int:
 
 
 def _prompts(requests: Sequence[SampleRequest]) -> Iterator[tuple[Int[np.ndarray, "1 T"], int, int, int]]:
-    """Of each text the prompt's tokens and padding, its length, the text's index and how many tokens to add."""
+    """For each text: the prompt's tokens and padding, its length, the text's index and the number of tokens to add."""
     for index, request in enumerate(requests):
         # One by one: a prompt is never padded to another's length.
         tokens = np.zeros((1, _padded_length(len(request.tokens))), np.int32)

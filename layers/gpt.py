@@ -18,10 +18,10 @@ from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
 from layers.config import GPTConfig
 from layers.generator import generator_of, make_requests
-from layers.initializers import small_init
 from layers.layer_config import LayerConfig
 from layers.layer_stacks import LayerStacks, apply_layers, split_stacks
 from layers.moe import RouterSums
+from layers.projections import small_init
 from layers.remat import Remat, parse_remat
 from layers.rotary import Rotary, Rotation
 from layers.token_choice import TokenChoice
@@ -208,7 +208,7 @@ class GPT(nnx.Module):
         Args:
           tokens: 1 to 16 new tokens of each of the caches' sequences, no more than the `tokens_per_step` of
             `init_caches`.
-          caches: what `prefill` or `decode` returned last.
+          caches: those that `prefill` or `decode` returned last.
           num_tokens: tokens of each sequence that count, from the first: 0 leaves it as it is; None: all.
           context_length: the length that was given to `init_caches`. Only longrope asks for it.
 

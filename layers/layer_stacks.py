@@ -61,7 +61,7 @@ def split_stacks(blocks: Iterable[Block], num_layers: int, *, cast_to: str | Non
 
 
 def restack(stacks: Mapping[int, Stack], num_layers: int, num_stacks: int) -> dict[int, Stack]:
-    """The same layers in another number of stacks.
+    """Rearranges layers into another number of stacks.
 
     Args:
       stacks: parameters of each stack, with a leading layer dim.
@@ -90,7 +90,7 @@ def apply_layers(
       stacks: the layers.
       hidden: the residual stream that enters the first.
       scan: one loop over the repeats of the pattern; False: layer by layer.
-      remat: what the backward pass recomputes; None: nothing.
+      remat: policy of the activations that the backward pass recomputes; None: none.
 
     Returns:
       The residual stream behind the last layer, and the routers' sums of all layers, stacked; None without routers.

@@ -16,8 +16,7 @@ from layers.activation_sharding import ActivationSharding
 from layers.activations import activate
 from layers.checks import check_choice
 from layers.config import MLPKind
-from layers.initializers import small_init
-from layers.projections import project, project_back
+from layers.projections import project, project_back, small_init
 
 
 class MLP(nnx.Module):
@@ -28,7 +27,7 @@ class MLP(nnx.Module):
       hidden_width: features in between.
       kind: "gelu" (tanh approximation, as GPT-2), "swiglu", "geglu" (Shazeer, arXiv:2002.05202) or "clamped_swiglu"
         (gpt-oss, arXiv:2508.10925).
-      use_bias: whether each matrix has a bias.
+      use_bias: adds a bias to each matrix.
       compute_dtype: type of the matmuls' operands and of the output.
       param_dtype: type that the matrices are stored in.
       kernel_init: initialiser of `up` and `gate`; None: `small_init(width)`.

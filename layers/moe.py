@@ -27,7 +27,7 @@ from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
-from layers.initializers import small_init
+from layers.projections import small_init
 
 _HAS_BFLOAT16 = 8.0  # the compute capability from which on GPUs multiply it
 

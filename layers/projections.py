@@ -1,4 +1,4 @@
-"""Projections whose features are split over a mesh axis, between tokens that are split over the same axis.
+"""Projections: their initial values, and their features split over a mesh axis that tokens are split over, too.
 
 The ranks gather the tokens before the first matmuls, and sum up each others' products after the last one, of which each
 keeps its tokens again (sequence parallelism, arXiv:2205.05198).
@@ -20,6 +20,20 @@ from kernels.collectives import ChosenCollectives, all_gather_matmul, matmul_red
 from layers.activation_sharding import ActivationSharding
 
 Projection = nnx.Linear | nnx.LinearGeneral
+
+
+def small_init(width: int, *, num_layers: int | None = None) -> nnx.Initializer:
+    """Normal with deviation √(2 / 5·width): GPT-2's 0.02 near its width, larger in narrower networks.
+
+    Args:
+      width: features of the residual stream.
+      num_layers: given for a matrix that adds to the residual stream, which starts smaller by
+        √(2 · num_layers), the root of the number of additions, as in GPT-2; None for the others.
+
+    Source: Nguyen and Salazar, arXiv:1910.05895.
+    """
+    deviation = (2 / (5 * width)) ** 0.5
+    return nnx.initializers.normal(deviation if num_layers is None else deviation / (2 * num_layers) ** 0.5)
 
 
 def project(

@@ -57,7 +57,7 @@ class Remat:
                 raise ValueError(f"{name} stands twice; save it, or offload it")
 
     def keeping_attention(self) -> Remat:
-        """The policy without recomputing attention: what it doesn't offload of it stays on the device.
+        """The policy without recomputing attention: its activations stay on the device unless they are offloaded.
 
         For attention over a mesh, which would exchange keys again.
         """
@@ -69,7 +69,8 @@ class Remat:
 
         Args:
           function: takes a static argument first.
-          prevent_cse: whether a barrier keeps XLA from merging the recomputation with the forward pass; a loop does so.
+          prevent_cse: adds a barrier that keeps XLA from merging the recomputation with the forward pass; in a loop
+            none is needed.
         """
         if self.offload:
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -86,7 +86,7 @@ def inverse_frequencies(
 
 
 def _yarn_kept_share(num_features: int, base: float, scaling: RopeScaling) -> np.ndarray:
-    """How much of each frequency YaRN leaves as it is: from all of the fast ones to nothing of the slow ones."""
+    """The share of each frequency that YaRN keeps: 1 for fast ones, 0 for slow ones."""
 
     def index_of(num_turns: float) -> float:
         """Fractional index of the frequency that makes `num_turns` turns in the original context."""

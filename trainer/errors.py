@@ -52,6 +52,10 @@ class UserMistake(ValueError):
         super().__init__(_readable(message))
 
 
+class DataError(UserMistake):
+    """Data that cannot be trained on; the message names the file, the place in it, and the remedy."""
+
+
 class TrainingFailed(RuntimeError):
     """The run cannot go on; the message tells why, and what is left to resume from. Status 1."""
 

@@ -4,8 +4,8 @@
 
 Efficiency is the time of one device divided by the number of devices and by the time of all: 100 % is as fast as can
 be. `error` is the largest difference from one device's output and gradients, relative to the largest value. What the
-exchange takes is read off a trace, beside what the cost model says of it: the bytes that a device receives, and the
-exposed seconds, in which no kernel attends. What one device has of these, which has no exchange, and what the first one
+exchange takes is read off a trace: the bytes that a device receives, beside those expected, and the exposed seconds, in
+which no kernel attends. What one device has of these, which has no exchange, and what the first one
 waits for others, comes off the trace's. Needs two accelerators or more.
 """
 
@@ -98,7 +98,7 @@ class Contender(NamedTuple):
     Attributes:
       timed: its programs.
       error: the largest difference from one device's output and gradients, relative to the largest value.
-      traced: what the exchange takes, beside the cost model's word; empty where the profiler sees no GPU.
+      traced: what the exchange takes, beside the expected bytes; empty where the profiler sees no GPU.
     """
 
     timed: ForwardAndBackward
@@ -168,7 +168,7 @@ def draw_arrays(case: AttentionShape) -> list[jax.Array]:
 
 
 def draw_segment_ids(case: AttentionShape, rng: np.random.Generator) -> Int[np.ndarray, " T"] | None:
-    """Of documents of log-normal lengths; None: one document."""
+    """Segment ids of documents of log-normal lengths; None: one document."""
     if case.documents is None:
         return None
     lengths: list[int] = []
@@ -197,7 +197,7 @@ def compile_contender(
       arrays: query, key, value and the output's gradient, in the row's order.
       ids: of the documents.
       expected: one device's output and gradients.
-      traced_one: what one device did.
+      traced_one: the same of one device.
 
     Raises:
       ValueError: the exchange can't serve the case.
@@ -236,7 +236,6 @@ def compile_contender(
     row = {
         "traced": traced._asdict(),
         "exposed_s": traced.exposed_s - traced.waiting_s - traced_one.exposed_s / num_devices,
-        "predicted_exposed_s": cost.exposed_seconds,
         "predicted_received_bytes": sum(cost.received_bytes),
     }
     return Contender(timed, error, row)
@@ -255,13 +254,13 @@ def times_beside(timed: ForwardAndBackward, one: ForwardAndBackward, num_devices
 
 
 def _beside_the_model(row: dict[str, Any]) -> tuple[str, str]:
-    """The traced figures, and in parentheses those of the cost model."""
+    """The traced bytes and time, and in parentheses the expected bytes."""
     if "traced" not in row:
         return "", ""
     received, exposed = row["traced"]["received_bytes"], row["exposed_s"]
     return (
         f"{received / 1e6:.0f} ({row['predicted_received_bytes'] / 1e6:.0f})",
-        f"{1e3 * exposed:.2f} ({1e3 * row['predicted_exposed_s']:.2f})",
+        f"{1e3 * exposed:.2f}",
     )
 
 

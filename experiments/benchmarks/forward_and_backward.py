@@ -27,7 +27,7 @@ class ForwardAndBackward:
       program: of forward with backward.
       results: of the function and of its gradient; a caller that has no use for them sets None.
       run: of that program.
-      temporary_bytes: what forward with backward needs besides its arguments and results.
+      temporary_bytes: memory of forward and backward besides arguments and results.
       seconds: of forward and of backward, one pair a round.
     """
 

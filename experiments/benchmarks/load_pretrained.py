@@ -43,13 +43,13 @@ class LoadArguments:
     """Writes a random folder, and times how it is loaded."""
 
     num_layers: int = 32
-    """Of the model."""
+    """Layers of the model."""
     width: int = 4096
-    """The same. Heads have 128 features, four query heads to a key/value head, and the MLP's is 3.5 times as wide."""
+    """Width of the model: heads of 128 features, four query heads to a key/value head, an MLP 3.5 times as wide."""
     vocab_size: int = 128_256
-    """The same."""
+    """Tokens of the model's vocabulary."""
     folder: Path | None = None
-    """Where the random folder is made for the time; None: where temporary files are."""
+    """Folder in which the random model is made for the time; None: that of temporary files."""
     output: Path | None = None
     """File that the JSON lines are appended to."""
 

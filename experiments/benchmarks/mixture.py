@@ -64,7 +64,7 @@ class MixtureArguments:
     cases: tuple[str, ...] = MEASURED
     """Names from CASES."""
     implementation: GroupedMatmul | None = None
-    """Of the experts' matmuls; None: the fastest that has been checked on the device."""
+    """Implementation of the experts' matmuls; None: the fastest that has been checked on the device."""
     num_rounds: int = 7
     """Rounds, of which the median counts."""
     sample_ms: float = 150.0

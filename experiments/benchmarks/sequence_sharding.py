@@ -65,7 +65,7 @@ class ShardingArguments:
     length: int = 131_072
     """Tokens of a sequence."""
     distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
-    """Of the documents' lengths."""
+    """Distributions of the documents' lengths."""
     masks: str = "window and global"
     """The model's masks: a key of MASKS."""
     seed: int = 0
@@ -90,7 +90,7 @@ class MeasuredSharding:
     imbalance: float
     """The greatest rank's cost divided by the mean, in the tiles of the sharding."""
     imbalance_small_tiles: float
-    """The same in tiles of half their side."""
+    """The imbalance in tiles of half their side."""
     num_spans: int
     """Spans of neighbouring tokens, over all ranks."""
     parted: float

@@ -200,7 +200,7 @@ def cuda_graphs(rows: list[Row]) -> str:
 
 
 def exchanges(rows: list[Row], num_devices: int) -> str:
-    """Attention over `context`: each exchange with the sharding that is best for it, beside the cost model."""
+    """Attention over `context`: each exchange with the sharding that is best for it."""
     rows = [row for row in rows if row["num_devices"] == num_devices and "efficiency" in row]
     last = sorted(_latest(rows, "case", "exchange", "sequence_sharding"), key=lambda row: row["efficiency"])
     # The last row of a case and exchange is that of its best sharding.
@@ -211,10 +211,10 @@ def exchanges(rows: list[Row], num_devices: int) -> str:
         # Kernels that read the other GPUs' memory leave no bytes in the trace.
         in_trace = row["exchange"] not in ("peer", "halo")
         received = f"{row['traced']['received_bytes'] / 1e6:,.0f}" if in_trace else MISSING
-        seconds = [f"{1e3 * row[name]:.1f}" for name in ("exposed_s", "predicted_exposed_s")]
+        exposed = f"{1e3 * row['exposed_s']:.1f}"
         efficiency = f"{100 * row['efficiency']:.0f}"
-        lines.append([MASKS[row["case"]], row["exchange"], row["sequence_sharding"], efficiency, received, *seconds])
-    return markdown(shown, ["mask", "exchange", "sharding", "%", "MB", "exposed ms", "model's"], lines)
+        lines.append([MASKS[row["case"]], row["exchange"], row["sequence_sharding"], efficiency, received, exposed])
+    return markdown(shown, ["mask", "exchange", "sharding", "%", "MB", "exposed ms"], lines)
 
 
 def mixtures(rows: list[Row]) -> str:

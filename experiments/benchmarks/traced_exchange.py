@@ -21,14 +21,14 @@ _EXCHANGING_KERNELS = ("gather_chunks", "sum_chunks")  # scopes of `kernels.coll
 
 
 class TracedExchange(NamedTuple):
-    """Of one run of a program on the first GPU, a mean over the runs traced.
+    """Times of one run of a program on the first GPU, the mean over the traced runs.
 
     Attributes:
-      attention_s: in which kernels attend.
-      exposed_s: in which none does: collectives, copies, what prepares kernels, and idle time.
-      idle_s: in which nothing runs.
-      collectives_s: of all collectives, whether kernels attend meanwhile or not.
-      waiting_s: of these, for GPUs that come later: what a collective takes here longer than where it is shortest.
+      attention_s: kernels attend.
+      exposed_s: no kernel attends: collectives, copies, preparations of kernels, and idle time.
+      idle_s: nothing runs.
+      collectives_s: all collectives, whether kernels attend meanwhile or not.
+      waiting_s: the part of these that waits for later GPUs: the time beyond that of the GPU where it is shortest.
       received_bytes: from other GPUs, by XLA's collectives.
     """
 
@@ -61,7 +61,7 @@ def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int)
     """Sums up what the first GPU ran.
 
     Args:
-      by_gpu: what each GPU ran in these runs and nothing else, by start; nothing where the program isn't for it.
+      by_gpu: kernels that each GPU ran in these runs, by start; empty for a GPU without the program.
       module: the program.
       num_runs: how many there were.
     """
@@ -85,7 +85,7 @@ def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int)
 
 
 def _collectives(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Those that wait for all GPUs, which all have them in this order."""
+    """Kernels that wait for all GPUs; every GPU runs them in this order."""
     return [kernel for kernel in kernels if _COLLECTIVES.search(kernel.name)]
 
 
@@ -98,7 +98,7 @@ def _attention_kernels(module: Module) -> Iterator[str]:
 
 
 def _received_bytes(kernels: Sequence[Kernel], module: Module, num_gpus: int) -> float:
-    """Of all runs. A computation's collectives run as often as the rest of it: the trace has no names for most."""
+    """Bytes received in all runs; collectives run as often as the rest of their computation: few have names."""
     counts = Counter(kernel.instruction for kernel in kernels)
     return sum(
         max(counts[name] for name in computation.instructions) * received_bytes(computation, num_gpus)

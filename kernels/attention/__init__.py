@@ -1,4 +1,4 @@
-"""Attention of one call: `dispatch` chooses a backend, `core` makes its two halves one differentiable function."""
+"""Attention of one call: `dispatch` chooses a backend, `core` makes one differentiable function of `fwd` and `bwd`."""
 
 from kernels.attention.dispatch import CantServe, Selection, dot_product_attention, select_backend
 

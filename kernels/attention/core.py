@@ -1,11 +1,10 @@
-"""The custom gradient of all our kernels, with delta = rowsum(dO∘O), the sinks' gradient, per-head masks, remat names.
+"""The custom gradient of all our kernels: delta = rowsum(dO∘O), the sinks' gradient, per-head masks, names for remat.
 
-A backend gives two halves. `forward(inputs, call, tuning)` returns output and lse. `backward(inputs, call, tuning,
-cotangent)` returns the gradients of query, key and value. It is given each query's lse and delta over all of its keys,
-so that it can be called for a part of the keys at a time. JAX itself differentiates cuDNN's attention, `reference` and
-JAX's own splash attention.
+A kernel has the two functions of a gradient. `fwd(inputs, call)` returns output and lse. `bwd(inputs, call, cotangent)`
+returns the gradients of query, key and value. `bwd` is given the lse and delta of each query over all of its keys. So
+it can be called for a part of the keys at a time. JAX itself differentiates the attention of `cudnn` and `reference`.
 
-A row that attends to nothing has output 0, lse −inf and no gradient.
+A query that attends to nothing has output 0, lse −inf and no gradient.
 
 Source: FlashAttention (arXiv:2205.14135, arXiv:2307.08691); sinks: arXiv:2309.17453.
 
@@ -15,9 +14,10 @@ Dimensions: B batch, T and S query and key/value length, N query heads, K key/va
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -32,84 +32,97 @@ if TYPE_CHECKING:
     from kernels.backends.tuning import Tuning
 
 
-class Halves(NamedTuple):
-    """A backend's two halves, hashable.
+class Kernel(ABC):
+    """The two functions of a gradient. Hashable."""
+
+    @abstractmethod
+    def fwd(self, inputs: AttentionInputs, call: AttentionCall) -> tuple[Array, Array]:
+        """Output and lse."""
+
+    @abstractmethod
+    def bwd(self, inputs: AttentionInputs, call: AttentionCall, cotangent: Cotangent) -> Gradients:
+        """The gradients of query, key and value."""
+
+    def cotangent(self, inputs: AttentionInputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Cotangent:
+        """The last argument of `bwd`."""
+        return Cotangent.of(output, lse, d_output, d_lse)
+
+
+@dataclass(frozen=True)
+class BackendKernel(Kernel):
+    """A backend's kernel.
 
     Attributes:
-      forward: `(inputs, call, tuning)` to output and lse.
-      backward: `(inputs, call, tuning, cotangent)` to the gradients of query, key and value.
-      tuning: with nothing left open.
-      cotangent: `(inputs, call, tuning, output, lse, d_output, d_lse)` to what `backward` starts from.
-      longest_tile: as `Backend` has it.
+      backend: that serves the call.
+      tuning: with nothing left open; None for a backend that JAX differentiates.
     """
 
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., Gradients]
-    tuning: Any
-    cotangent: Callable[..., Cotangent] = lambda inputs, call, tuning, *of_output: Cotangent.of(*of_output)
-    longest_tile: int | None = None
+    backend: Backend
+    tuning: Tuning | None
 
     @staticmethod
-    def of(backend: Backend, tuning: Tuning | None, call: AttentionCall) -> Halves:
-        """Those of a backend that serves the call."""
-        module: ModuleType = backend.load()
+    def of(backend: Backend, tuning: Tuning | None, call: AttentionCall) -> BackendKernel:
+        """The kernel of a backend that serves the call; fills what the tuning leaves open."""
         if backend.differentiable is not None:
-            function = getattr(module, backend.differentiable)
-            return Halves(_function_forward, _function_backward, function)
-        tuning = module.resolve(tuning, call)
-        return Halves(module.forward, module.backward, tuning, longest_tile=backend.longest_tile)
+            return BackendKernel(backend, None)
+        return BackendKernel(backend, backend.load().resolve(tuning, call))
+
+    def fwd(self, inputs: AttentionInputs, call: AttentionCall) -> tuple[Array, Array]:
+        if self.backend.differentiable is not None:
+            return self.backend.function()(inputs, call)
+        return self.backend.load().fwd(inputs, call, self.tuning)
+
+    def bwd(self, inputs: AttentionInputs, call: AttentionCall, cotangent: Cotangent) -> Gradients:
+        if self.backend.differentiable is not None:
+            return differentiate(self.backend.function(), inputs, call, cotangent)
+        return self.backend.load().bwd(inputs, call, self.tuning, cotangent)
 
 
 def attend(
     backend: Backend, inputs: AttentionInputs, call: AttentionCall, tuning: Tuning | None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse of a call that the backend serves, differentiable."""
-    module: ModuleType = backend.load()
     if backend.differentiable is not None:
-        return getattr(module, backend.differentiable)(inputs, call)
-
-    def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
-        return attend_by_halves(Halves.of(backend, tuning, call), inputs, call)
-
-    if backend.takes_masks_of_heads:
-        return attend_one_mask(inputs, call)
-    return attend_by_distinct_mask(attend_one_mask, inputs, call)
+        return backend.function()(inputs, call)
+    if backend.takes_masks_of_heads or call.mask.num_heads is None:
+        return attend_by(BackendKernel.of(backend, tuning, call), inputs, call)
+    return attend_by_distinct_mask(functools.partial(attend, backend, tuning=tuning), inputs, call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def attend_by_halves(halves: Halves, inputs: AttentionInputs, call: AttentionCall):
-    """Output and lse by two halves."""
-    return halves.forward(inputs, call, halves.tuning)
+def attend_by(kernel: Kernel, inputs: AttentionInputs, call: AttentionCall):
+    """Output and lse by a kernel's two functions."""
+    return kernel.fwd(inputs, call)
 
 
-def _attend_forward(halves: Halves, inputs: AttentionInputs, call: AttentionCall):
-    output, lse = halves.forward(inputs, call, halves.tuning)
+def _attend_fwd(kernel: Kernel, inputs: AttentionInputs, call: AttentionCall):
+    output, lse = kernel.fwd(inputs, call)
     # The names let a remat policy keep these two, all that the backward needs besides the inputs.
     output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
     return (output, lse), (inputs, output, lse)
 
 
-def _attend_backward(halves: Halves, call: AttentionCall, residuals, cotangents) -> tuple[AttentionInputs]:
+def _attend_bwd(kernel: Kernel, call: AttentionCall, residuals, cotangents) -> tuple[AttentionInputs]:
     inputs, output, lse = residuals
-    cotangent = halves.cotangent(inputs, call, halves.tuning, output, lse, *cotangents)
+    cotangent = kernel.cotangent(inputs, output, lse, *cotangents)
     d_sinks = None if inputs.sinks is None else sinks_gradient(inputs.sinks, cotangent)
-    return (AttentionInputs(*halves.backward(inputs, call, halves.tuning, cotangent), d_sinks),)
+    return (AttentionInputs(*kernel.bwd(inputs, call, cotangent), d_sinks),)
 
 
-attend_by_halves.defvjp(_attend_forward, _attend_backward)
+attend_by.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _function_forward(inputs: AttentionInputs, call: AttentionCall, function: Callable):
-    return function(inputs, call)
-
-
-def _function_backward(
-    inputs: AttentionInputs, call: AttentionCall, function: Callable, cotangent: Cotangent
+def differentiate(
+    function: Callable[[AttentionInputs, AttentionCall], tuple[Array, Array]],
+    inputs: AttentionInputs,
+    call: AttentionCall,
+    cotangent: Cotangent,
 ) -> Gradients:
-    """The backward half that JAX's derivative of a function of (inputs, call) makes.
+    """The `bwd` of a function that JAX differentiates.
 
-    The function divides by the softmax's sum over the keys of this call, and a half by the sum over the whole row's. So
-    dO is scaled by the ratio of the two, and the gradient of lse makes up for the two deltas' difference.
+    The function divides by the softmax's sum over the keys of this call. `bwd` has to divide by the sum over all keys
+    of a query. So dO is scaled by the ratio of the two sums, and the gradient of lse makes up for the difference of the
+    two deltas.
     """
 
     def attend(query, key, value):
@@ -124,7 +137,7 @@ def _function_backward(
 
 
 def sinks_gradient(sinks: Float[Array, " N"], cotangent: Cotangent) -> Float[Array, " N"]:
-    """A sink's probability is exp(sink − lse) in each row, and it adds no value: its gradient is −Σ p·delta."""
+    """A sink's probability is exp(sink − lse) for each query, and it adds no value: its gradient is −Σ p·delta."""
     attends = cotangent.lse != -jnp.inf
     logits = sinks.astype(cotangent.lse.dtype)
     p = jnp.where(attends, jnp.exp(logits - jnp.where(attends, cotangent.lse, 0)), 0)
@@ -158,13 +171,13 @@ def attend_by_distinct_mask(attend: Callable, inputs: AttentionInputs, call: Att
 
 def take_heads(x: Float[Array, "B L N ..."], heads: Int[np.ndarray, " n"]) -> Float[Array, "B L n ..."]:
     """`x[:, :, heads]` by slices: an indexed read's gradient is a scatter, slow to compile for TPUs and to run."""
-    pieces, begin = [], 0
+    spans, begin = [], 0
     while begin < len(heads):
         end, step = begin + 1, 1
         if end < len(heads) and heads[end] > heads[begin]:
             step = int(heads[end] - heads[begin])
             while end < len(heads) and heads[end] - heads[end - 1] == step:
                 end += 1
-        pieces.append(jax.lax.slice_in_dim(x, int(heads[begin]), int(heads[end - 1]) + 1, step, axis=2))
+        spans.append(jax.lax.slice_in_dim(x, int(heads[begin]), int(heads[end - 1]) + 1, step, axis=2))
         begin = end
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)
+    return spans[0] if len(spans) == 1 else jnp.concatenate(spans, axis=2)

@@ -6,11 +6,13 @@ read each operand by its own strides.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.core import Halves, attend_by_halves
+from kernels.attention.core import Kernel, attend_by
 from kernels.backends.triton.backward_passes import run_backward
 from kernels.backends.triton.forward_pass import run_forward
 from kernels.backends.triton.support import unsupported_reason
@@ -73,17 +75,22 @@ def attend_fused_qkv(
         raise ValueError(f"the triton backend can't serve this call: {reason}")
     # Query, key and value are all of the first input.
     inputs = inputs._replace(query=qkv, key=None, value=None)  # type: ignore[arg-type]
-    output, _ = attend_by_halves(Halves(_forward, _backward, resolve(tuning, call)), inputs, call)
+    output, _ = attend_by(_FusedQkvKernel(resolve(tuning, call)), inputs, call)
     return output
 
 
-def _forward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning):
-    return run_forward(_matrices(inputs.query, call), inputs, call, tuning)
+@dataclass(frozen=True)
+class _FusedQkvKernel(Kernel):
+    """The functions of the gradient: the first input is query, key and value, and so is the first gradient."""
 
+    tuning: TritonTuning
 
-def _backward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent):
-    gradients = run_backward(_matrices(inputs.query, call), inputs, call, tuning, cotangent)
-    return jnp.concatenate(gradients, axis=2), None, None
+    def fwd(self, inputs: AttentionInputs, call: AttentionCall):
+        return run_forward(_matrices(inputs.query, call), inputs, call, self.tuning)
+
+    def bwd(self, inputs: AttentionInputs, call: AttentionCall, cotangent: Cotangent):
+        gradients = run_backward(_matrices(inputs.query, call), inputs, call, self.tuning, cotangent)
+        return jnp.concatenate(gradients, axis=2), None, None
 
 
 def _matrices(qkv: Float[Array, "B T N+2K H"], call: AttentionCall) -> Matrices:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -62,17 +63,18 @@ class Backend:
     Attributes:
       name: what `implementation=` calls it.
       module: path within `kernels`. It has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's
-        own. For attention it has either `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two
-        halves that `kernels.attention.core` describes, or a function that JAX differentiates. For decoding it has
+        own; it describes no kernel but one whose tiles the tuning gives. For attention it has either
+        `resolve(tuning, call)`, which leaves nothing of a tuning open, `fwd(inputs, call, tuning)` and
+        `bwd(inputs, call, tuning, cotangent)`, or a function that JAX differentiates. For decoding it has
         `attend(inputs, call, tuning)`.
       platforms: where it runs.
       tuning: name of the class of its tuning objects; None if it has none.
       automatic: whether `implementation=None` may choose it.
       may_be_slower: whether `slower_reason(call)` says for which calls a backend further down is faster.
-      differentiable: name of its function of `(inputs, call)` that JAX differentiates; None if it has halves.
-      takes_masks_of_heads: whether one call of its halves serves heads with different masks.
-      longest_tile: the most keys of a tile, where its halves visit tiles of `AttentionInputs.num_keys` alone, so that
-        they read fewer than so many past the last of these; None: they may read all.
+      differentiable: name of its function of `(inputs, call)` that JAX differentiates; None if it has `fwd` and `bwd`.
+      takes_masks_of_heads: whether one call of `fwd` and `bwd` serves heads with different masks.
+      longest_tile: upper bound on `block_kv`, if `fwd` and `bwd` read at most one tile past `AttentionInputs.num_keys`;
+        None if they may read every key.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 
@@ -90,6 +92,11 @@ class Backend:
     def load(self) -> ModuleType:
         """Imports the backend."""
         return importlib.import_module(f"kernels.{self.module}")
+
+    def function(self) -> Callable[..., Any]:
+        """The function of `(inputs, call)` that JAX differentiates."""
+        assert self.differentiable is not None
+        return getattr(self.load(), self.differentiable)
 
     def unsupported_reason(self, call: Call, tuning: Any = None) -> str | None:
         """Why the backend can't serve a call, or None if it can."""

@@ -169,7 +169,7 @@ def _over_tiles(row: Row, visit: Callable, carry):
     return jax.lax.fori_loop(row.num_partial, row.num_tiles, functools.partial(visit, full=True), carry)
 
 
-def forward(
+def fwd(
     inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse. See `kernels.attention.core`."""
@@ -199,7 +199,7 @@ def forward(
     return output, lse
 
 
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuning, cotangent: Cotangent) -> Gradients:
+def bwd(inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
     tiling = _Tiling(inputs, call, tuning)
 

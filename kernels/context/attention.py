@@ -1,84 +1,36 @@
 """Self-attention over a mesh: each device works on its own batch elements, heads and queries.
 
-The two halves that `kernels.attention.core` differentiates are here an exchange's, over `jax.shard_map`, around a
-backend's. So the merged output and lse are what the backward pass starts from, and what a remat policy keeps by name.
+The kernel whose `fwd` and `bwd` the custom gradient calls is here an exchange's, over `jax.shard_map`, around a
+backend's. So the backward pass begins with the output and the lse over all keys, and a remat policy keeps these two by
+name.
 
 Dimensions: B batch, T tokens, N query heads, K key/value heads, H and V head dims.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.core import Halves, attend, attend_by_distinct_mask, attend_by_halves
+from kernels.attention.core import BackendKernel, Kernel, attend, attend_by, attend_by_distinct_mask
 from kernels.attention.dispatch import choose_backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients, checked_positions, make_call
 from kernels.context.costs import Exchange
 from kernels.context.exchange import choose_exchange, exchange_module, kernel_call
-from kernels.context.exchanges.brought import Brought
+from kernels.context.exchanges import all_to_all
 from kernels.context.layout import MeshLayout
-from kernels.context.split import Split
+from kernels.context.rank import Rank
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
     from kernels.backends.tuning import Tuning
-
-
-class _OnMesh(NamedTuple):
-    """What is static about a call's halves over a mesh.
-
-    Attributes:
-      layout: of the arrays.
-      split: of the rows.
-      exchange: how ranks get at their keys; None: the sequence axis splits nothing.
-      call: of one device, before keys are exchanged.
-      local_call: what its kernel is called for.
-      halves: the kernel's.
-    """
-
-    layout: MeshLayout
-    split: Split
-    exchange: Exchange | None
-    call: AttentionCall
-    local_call: AttentionCall
-    halves: Halves
-
-    def part(self, inputs: AttentionInputs) -> Any:
-        """This device's part of the exchange."""
-        assert self.exchange is not None
-        return exchange_module(self.exchange).part_class(self.call, self.split)(inputs, self.call, self.split)
-
-    @property
-    def by_heads(self) -> bool:
-        """Whether the halves' inputs, lse and cotangent are whole rows of some heads."""
-        return self.exchange == "all_to_all"
-
-    @property
-    def brings(self) -> bool:
-        """Whether the exchange brings the halves' inputs before the custom gradient begins."""
-        if self.exchange is None:
-            return False
-        return issubclass(exchange_module(self.exchange).part_class(self.call, self.split), Brought)
-
-    @property
-    def of_lse(self) -> P:
-        """The partition of the lse."""
-        return self.layout.whole_rows if self.by_heads else self.layout.heads
-
-    @property
-    def of_cotangent(self) -> Cotangent:
-        """The partition of what the backward half starts from."""
-        return Cotangent._make([self.of_lse] * 3)
-
-    @property
-    def of_inputs(self) -> AttentionInputs:
-        """The partition of the halves' inputs."""
-        return self.layout.specs(by_heads=self.by_heads)
 
 
 def attend_over_mesh(
@@ -103,12 +55,12 @@ def attend_over_mesh(
       query, key, value, mask, scale, logits_soft_cap, sinks, implementation: as for `kernels.dot_product_attention`.
       layout: of the arrays on the mesh.
       segment_ids: document of each token; only equal ids attend.
-      positions: what the mask is evaluated on, counting up by one within each document, whose tokens follow one another
-        in the row; None: places in the row.
+      positions: of the tokens, on which the mask is evaluated. They count up by one within each document, whose tokens
+        follow one another in the sequence. None: indices in the sequence.
       token_order: the index in the sequence of each token, in the order of the ranks, for
         `sequence_sharding="balanced"`, as `shard_sequence` returns it with its default chunk size: whole chunks, in any
         order. The order of the other shardings is known.
-      exchange: how ranks get at the keys that their queries attend to; None for the fastest by the cost model.
+      exchange: how ranks get at the keys that their queries attend to; None for the choice of `choose_exchange`.
 
     Returns:
       The output, laid out as the query.
@@ -141,12 +93,8 @@ def attend_over_mesh(
     if token_order is not None:
         token_order = checked_positions("token_order", token_order, call.batch, call.q_len)
 
-    def attend_one(inputs: AttentionInputs, call: AttentionCall):
-        return _attend_one(layout, inputs._replace(token_order=token_order), call, exchange, implementation)
-
-    if call.mask.num_heads is None or _takes_masks_of_heads(layout, call, exchange, implementation):
-        return attend_one(inputs, call)[0]
-    return attend_by_distinct_mask(attend_one, inputs, call)[0]
+    inputs = inputs._replace(token_order=token_order)
+    return _attend(inputs, call, layout=layout, exchange=exchange, implementation=implementation)[0]
 
 
 def _check_chunks(token_order: Int[Array, "B T"], chunk_size: int | None) -> None:
@@ -170,34 +118,26 @@ def local_call(
     Raises:
       ValueError: the exchange can't serve the call.
     """
-    split, of_device = layout.split(call.q_len), layout.call_of_a_device(call)
+    split, device_call = layout.split(call.q_len), layout.call_of_a_device(call)
     if split.num_ranks == 1:
-        return None, of_device
-    name = choose_exchange(of_device, split, exchange, implementation).name
-    return name, kernel_call(name, of_device, split)
+        return None, device_call
+    name = choose_exchange(device_call, split, exchange, implementation).name
+    return name, kernel_call(name, device_call, split)
 
 
-def _takes_masks_of_heads(
-    layout: MeshLayout, call: AttentionCall, exchange: Exchange | None, implementation: str | Tuning | None
-) -> bool:
-    """Whether one call of the backend serves heads with different masks."""
-    if exchange in ("halo", "all_to_all") and layout.mesh.shape[layout.sequence_axis] > 1:
-        return False  # these are for one mask at a time
-    name, local = local_call(layout, call, exchange, implementation)
-    backend, _ = choose_backend(local, implementation)
-    # A backend that JAX differentiates is called as it is where no keys are exchanged.
-    return backend.takes_masks_of_heads or (name is None and backend.differentiable is not None)
-
-
-def _attend_one(
-    layout: MeshLayout,
+def _attend(
     inputs: AttentionInputs,
     call: AttentionCall,
+    *,
+    layout: MeshLayout,
     exchange: Exchange | None,
     implementation: str | Tuning | None,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"] | None]:
-    """Output and lse of one kernel's call."""
-    split, of_device = layout.split(call.q_len), layout.call_of_a_device(call)
+    """Output and lse of a call, by one kernel for each distinct mask, unless the backend takes masks of heads."""
+    attend_one_mask = functools.partial(_attend, layout=layout, exchange=exchange, implementation=implementation)
+    has_masks_of_heads, split = call.mask.num_heads is not None, layout.split(call.q_len)
+    if has_masks_of_heads and split.num_ranks > 1 and exchange in ("halo", "all_to_all"):
+        return attend_by_distinct_mask(attend_one_mask, inputs, call)  # these exchanges are for one mask at a time
     name, local = local_call(layout, call, exchange, implementation)
     backend, tuning = choose_backend(local, implementation)
     if name is None and backend.differentiable is not None:
@@ -206,44 +146,76 @@ def _attend_one(
             return attend(backend, inputs, local, tuning)[0]
 
         return layout.map(attend_on_device, (inputs,), (layout.specs(),), layout.heads), None
-    on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
-    if on_mesh.brings:
-        inputs = layout.map(
-            lambda inputs: on_mesh.part(inputs).bring(inputs, on_mesh.halves),
-            (inputs,),
-            (layout.specs(),),
-            on_mesh.of_inputs,
-        )
-    return attend_by_halves(Halves(_forward, _backward, on_mesh, _cotangent), inputs, call)
+    if has_masks_of_heads and not backend.takes_masks_of_heads:
+        return attend_by_distinct_mask(attend_one_mask, inputs, call)
+    rank = Rank(layout.call_of_a_device(call), split, BackendKernel.of(backend, tuning, local), local)
+    kernel = _MeshKernel(layout, name, rank)
+    bring = None if name is None else exchange_module(name).bring(rank)
+    if bring is not None:
+        inputs = layout.map(bring, (inputs,), (layout.specs(),), kernel.input_specs)
+    return attend_by(kernel, inputs, call)
 
 
-def _forward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh) -> tuple[Array, Array]:
-    def forward(inputs: AttentionInputs):
-        if on_mesh.exchange is None:
-            return on_mesh.halves.forward(inputs, on_mesh.local_call, on_mesh.halves.tuning)
-        return on_mesh.part(inputs).forward(inputs, on_mesh.local_call, on_mesh.halves)
+@dataclass(frozen=True)
+class _MeshKernel(Kernel):
+    """An exchange's two functions, over `jax.shard_map`, around those of a backend.
 
-    out_specs = on_mesh.layout.heads, on_mesh.of_lse
-    return on_mesh.layout.map(forward, (inputs,), (on_mesh.of_inputs,), out_specs)
+    Attributes:
+      layout: of the arrays.
+      exchange: how ranks get at their keys; None: the sequence axis splits nothing.
+      rank: the attention of one rank.
+    """
 
+    layout: MeshLayout
+    exchange: Exchange | None
+    rank: Rank
 
-def _cotangent(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, *of_output: Array) -> Cotangent:
-    if not on_mesh.by_heads:
-        return Cotangent.of(*of_output)
+    @property
+    def has_whole_sequences(self) -> bool:
+        """Whether the inputs, the lse and the cotangent are whole sequences of some heads."""
+        return self.exchange == "all_to_all"
 
-    def bring(inputs: AttentionInputs, *of_output: Array) -> Cotangent:
-        return on_mesh.part(inputs).cotangent(*of_output)
+    @property
+    def input_specs(self) -> AttentionInputs:
+        """The partition of the inputs."""
+        return self.layout.specs(whole_sequences=self.has_whole_sequences)
 
-    of_tokens, of_lse = on_mesh.layout.heads, on_mesh.of_lse
-    in_specs = on_mesh.of_inputs, of_tokens, of_lse, of_tokens, of_lse
-    return on_mesh.layout.map(bring, (inputs, *of_output), in_specs, on_mesh.of_cotangent)
+    @property
+    def lse_spec(self) -> P:
+        """The partition of the lse."""
+        return self.layout.whole_sequences if self.has_whole_sequences else self.layout.heads
 
+    def fwd(self, inputs: AttentionInputs, call: AttentionCall) -> tuple[Array, Array]:
+        def fwd(inputs: AttentionInputs):
+            return self.rank.fwd(inputs) if self.exchange is None else self._module.fwd(inputs, self.rank)
 
-def _backward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, cotangent: Cotangent) -> Gradients:
-    def backward(inputs: AttentionInputs, cotangent: Cotangent):
-        if on_mesh.exchange is None:
-            return on_mesh.halves.backward(inputs, on_mesh.local_call, on_mesh.halves.tuning, cotangent)
-        return on_mesh.part(inputs).backward(inputs, on_mesh.local_call, on_mesh.halves, cotangent)
+        return self.layout.map(fwd, (inputs,), (self.input_specs,), (self.layout.heads, self.lse_spec))
 
-    of_inputs = on_mesh.of_inputs
-    return on_mesh.layout.map(backward, (inputs, cotangent), (of_inputs, on_mesh.of_cotangent), of_inputs[:3])
+    def cotangent(self, inputs: AttentionInputs, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Cotangent:
+        if not self.has_whole_sequences:
+            return Cotangent.of(output, lse, d_output, d_lse)
+
+        def cotangent(inputs: AttentionInputs, *arrays: Array) -> Cotangent:
+            return all_to_all.cotangent(inputs, self.rank, *arrays)
+
+        output_spec, lse_spec = self.layout.heads, self.lse_spec
+        in_specs = self.input_specs, output_spec, lse_spec, output_spec, lse_spec
+        return self.layout.map(cotangent, (inputs, output, lse, d_output, d_lse), in_specs, self._cotangent_specs)
+
+    def bwd(self, inputs: AttentionInputs, call: AttentionCall, cotangent: Cotangent) -> Gradients:
+        def bwd(inputs: AttentionInputs, cotangent: Cotangent):
+            if self.exchange is None:
+                return self.rank.bwd(inputs, cotangent)
+            return self._module.bwd(inputs, self.rank, cotangent)
+
+        in_specs = self.input_specs, self._cotangent_specs
+        return self.layout.map(bwd, (inputs, cotangent), in_specs, self.input_specs[:3])
+
+    @property
+    def _cotangent_specs(self) -> Cotangent:
+        return Cotangent._make([self.lse_spec] * 3)
+
+    @property
+    def _module(self) -> ModuleType:
+        assert self.exchange is not None
+        return exchange_module(self.exchange)

@@ -11,6 +11,7 @@ from kernels.attention.dispatch import CantServe, select_backend
 from kernels.backends import BACKENDS
 from kernels.call import AttentionCall
 from kernels.context.costs import Exchange, ExchangeCost, exchange_cost
+from kernels.context.exchanges.halo import reach_of
 from kernels.context.split import Split
 
 if TYPE_CHECKING:
@@ -34,16 +35,16 @@ class ChosenExchange(NamedTuple):
 
 
 def exchange_module(name: Exchange) -> ModuleType:
-    """The module of an exchange: `unsupported_reason`, `local_call`, and `part_class`, of one rank's part of a call."""
+    """The module of an exchange. `kernels.context.exchanges` says which functions it has."""
     return importlib.import_module(f"kernels.context.exchanges.{name}")
 
 
 def kernel_call(name: Exchange, call: AttentionCall, split: Split) -> AttentionCall:
-    """What a device's kernel is called for, given the device's call before keys are exchanged.
+    """The call of a device's kernel, given the device's call before keys are exchanged.
 
-    The lse is always asked for: the backward half starts from it.
+    The lse is always asked for, since the backward pass needs it.
     """
-    return exchange_module(name).local_call(call, split)._replace(return_lse=True)
+    return exchange_module(name).kernel_call(call, split)._replace(return_lse=True)
 
 
 def choose_exchange(
@@ -56,9 +57,9 @@ def choose_exchange(
 
     Args:
       call: of one device, before keys are exchanged.
-      split: of the rows.
-      exchange: its name; None for the fastest by the cost model among those whose kernel the fastest backend serves
-        and whose keys leave room in memory, or else the one that holds least.
+      split: of the sequences.
+      exchange: its name; None for the first in the order of preference whose kernel the fastest backend serves and
+        whose keys leave room in memory, or else the one that holds least.
       implementation: as for `kernels.dot_product_attention`.
 
     Raises:
@@ -70,14 +71,31 @@ def choose_exchange(
     refusals = {name: reason for name, reason in reasons.items() if reason is not None}
     if exchange in refusals:
         raise ValueError(f"exchange={exchange!r} can't serve this call: it {refusals[exchange]}")
-    served = [name for name in EXCHANGES if name not in refusals]
+    served = [name for name in _fastest_first(call) if name not in refusals]
     if exchange is None:
         refusals |= _with_slower_backends(call, split, served, implementation)
         served = [name for name in served if name not in refusals]
     costs = {name: exchange_cost(name, call, split) for name in served}
-    fitting = [name for name in served if costs[name].fits] or [min(served, key=lambda name: costs[name].held_bytes)]
-    fastest = min(fitting, key=lambda name: costs[name].seconds)
-    return ChosenExchange(fastest if exchange is None else exchange, costs, refusals)
+    if exchange is not None:
+        return ChosenExchange(exchange, costs, refusals)
+    fitting = [name for name in served if costs[name].fits]
+    return ChosenExchange(
+        fitting[0] if fitting else min(served, key=lambda name: costs[name].held_bytes), costs, refusals
+    )
+
+
+def _fastest_first(call: AttentionCall) -> tuple[Exchange, ...]:
+    """The exchanges in the order of preference, as experiments/benchmarks/results/context_attention_*.jsonl has it.
+
+    A window within reach of the neighbours: they alone send keys. Documents: GPUs read from each other's memory just
+    the keys that they need. Else whole sequences of some heads take the fewest bytes.
+    """
+    reach = reach_of(call.mask)
+    if reach is not None and max(reach) <= call.q_len:
+        return "halo", "peer", "all_to_all", "all_gather", "ring"
+    if call.has_segment_ids:
+        return "peer", "all_to_all", "all_gather", "halo", "ring"
+    return "all_to_all", "peer", "all_gather", "halo", "ring"
 
 
 def _with_slower_backends(

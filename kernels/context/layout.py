@@ -33,7 +33,7 @@ class MeshLayout(NamedTuple):
       batch_axes: split B.
       sequence_axis: splits T.
       head_axis: splits N and K.
-      sequence_sharding: which tokens of a row each rank of the sequence axis holds.
+      sequence_sharding: which tokens of a sequence each rank of the sequence axis holds.
     """
 
     mesh: Mesh
@@ -49,7 +49,7 @@ class MeshLayout(NamedTuple):
         return {axis: 1 if axis in manual else size for axis, size in self.mesh.shape.items()}
 
     def split(self, length: int) -> Split:
-        """The split of the rows that the caller's arrays hold `length` tokens of."""
+        """The split of the sequences, of which the caller's arrays hold `length` tokens."""
         axis, num_ranks = self.sequence_axis, self.mesh.shape[self.sequence_axis]
         length = length // self.sizes[axis] * num_ranks
         peer_refusal = peer_memory.unsupported_reason(self.mesh, axis)
@@ -72,16 +72,20 @@ class MeshLayout(NamedTuple):
         return P(self.batch_axes, self.sequence_axis, self.head_axis)
 
     @property
-    def whole_rows(self) -> P:
-        """Of arrays `[B, T, N, …]` of which every rank of the sequence axis has whole rows of some heads."""
+    def whole_sequences(self) -> P:
+        """Of arrays `[B, T, N, …]` of which every rank of the sequence axis has whole sequences of some heads."""
         return P(self.batch_axes, None, (self.head_axis, self.sequence_axis))
 
-    def specs(self, *, by_heads: bool = False) -> AttentionInputs:
-        """The partition of each input, there or not; `by_heads`: where every rank has whole rows of some heads."""
-        tokens = P(self.batch_axes, self.sequence_axis)
-        heads, of_rows = (self.whole_rows, P(self.batch_axes)) if by_heads else (self.heads, tokens)
+    def specs(self, *, whole_sequences: bool = False) -> AttentionInputs:
+        """The partition of each input, present or None.
+
+        Args:
+          whole_sequences: whether every rank of the sequence axis has whole sequences of some heads.
+        """
+        shards = P(self.batch_axes, self.sequence_axis)
+        heads, tokens = (self.whole_sequences, P(self.batch_axes)) if whole_sequences else (self.heads, shards)
         sinks = P(heads[2])
-        return AttentionInputs._make([heads, heads, heads, sinks, *[of_rows] * 4, tokens, tokens])
+        return AttentionInputs._make([heads, heads, heads, sinks, *[tokens] * 4, shards, shards])
 
     def map(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
         """`jax.shard_map` over the mesh; inside a caller's own, over the axes that are left, if any are."""

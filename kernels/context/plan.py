@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernels.call import AttentionCall
 from kernels.context.costs import Exchange
 from kernels.context.exchange import ChosenExchange, choose_exchange
+from kernels.context.exchanges.ring import documents_bound_hops
 from kernels.context.sequence_sharding import SequenceSharding, check_sequence_sharding, choose_sequence_sharding
 from kernels.context.split import UNKNOWN_DEVICES, Split
 from kernels.masks import Mask
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ContextPlan(NamedTuple):
-    """How a model's sequences are sharded, and how the layers of each mask get at their keys.
+    """The sharding of a model's sequences, and the exchange of the layers of each mask.
 
     Attributes:
-      sequence_sharding: of all rows.
+      sequence_sharding: of all sequences.
       exchanges: of the calls that were given, in their order.
     """
 
@@ -39,49 +40,52 @@ def plan_context(
     implementation: str | Tuning | None = None,
     peer_refusal: str | None = UNKNOWN_DEVICES,
 ) -> ContextPlan:
-    """Chooses the sharding and the exchanges that take the least time, by the cost model.
+    """Chooses the sharding of the sequence and the exchange of each call.
+
+    Tokens are contiguous where that suits the exchange of each call. Otherwise the simplest sharding with even work is
+    chosen.
 
     Args:
       calls: of one device, before keys are exchanged, each of its own, and the number of layers that make them.
-      axis: the mesh axis that splits the rows.
+      axis: the mesh axis that splits the sequences.
       num_ranks: its size.
-      sequence_sharding: None for the fastest.
+      sequence_sharding: None for the choice.
       exchange: of all calls; None for the fastest of each.
       implementation: as for `kernels.dot_product_attention`.
       peer_refusal: why the ranks can't read each other's memory; None: they can.
 
     Raises:
-      ValueError: no sharding serves the rows' length; or a named exchange can't serve a call.
+      ValueError: the sharding doesn't serve the sequence's length; or a named exchange can't serve a call.
     """
     first = next(iter(calls))
-    length, has_documents = first.q_len * num_ranks, first.has_segment_ids
+    length = first.q_len * num_ranks
+
+    def plan(sharding: SequenceSharding) -> ContextPlan:
+        check_sequence_sharding(sharding, length, num_ranks)
+        split = Split.of(axis, num_ranks, sharding, length, peer_refusal)
+        return ContextPlan(sharding, tuple(choose_exchange(call, split, exchange, implementation) for call in calls))
+
+    if sequence_sharding is not None:
+        return plan(sequence_sharding)
+    contiguous, split = plan("contiguous"), Split.of(axis, num_ranks, "contiguous", length)
+    chosen = {call: each.name for call, each in zip(calls, contiguous.exchanges, strict=True)}
+    if all(_suits_contiguous(name, call, split) for call, name in chosen.items()):
+        return contiguous
     masks: defaultdict[Mask, float] = defaultdict(float)
     for call, weight in calls.items():
-        masks[call.mask] += weight * call.head_dim / first.head_dim
-    if sequence_sharding is not None:
-        candidates: tuple[SequenceSharding, ...] = (sequence_sharding,)
-    else:
-        level = choose_sequence_sharding(masks, length, num_ranks, has_documents=has_documents)
-        candidates = tuple(dict.fromkeys((*_known_ahead(length, num_ranks), level)))
-
-    plans, refusal = [], None
-    for candidate in candidates:
-        try:
-            check_sequence_sharding(candidate, length, num_ranks)
-            split = Split.of(axis, num_ranks, candidate, length, peer_refusal)
-            chosen = tuple(choose_exchange(call, split, exchange, implementation) for call in calls)
-        except ValueError as error:
-            refusal = refusal or error
-            continue
-        seconds = sum(
-            each.costs[each.name].seconds * weight for each, weight in zip(chosen, calls.values(), strict=True)
-        )
-        plans.append((seconds, ContextPlan(candidate, chosen)))
-    if not plans:
-        assert refusal is not None
-        raise refusal
-    return min(plans, key=lambda plan: plan[0])[1]
+        if chosen[call] != "all_to_all":
+            masks[call.mask] += weight * call.head_dim / first.head_dim
+    sharding = choose_sequence_sharding(masks, length, num_ranks, has_documents=first.has_segment_ids)
+    try:
+        return plan(sharding)
+    except ValueError:  # a named exchange may serve contiguous tokens alone
+        return contiguous
 
 
-def _known_ahead(length: int, num_ranks: int) -> tuple[SequenceSharding, ...]:
-    return ("contiguous", "zigzag") if length % (2 * num_ranks) == 0 else ("contiguous",)
+def _suits_contiguous(name: Exchange, call: AttentionCall, split: Split) -> bool:
+    """True: an exchange is at its best with contiguous tokens.
+
+    An all-to-all gives all ranks the same work. A window gives nearly the same work, and its halo is the smallest. A
+    ring ends where documents do.
+    """
+    return name in ("all_to_all", "halo") or (name == "ring" and documents_bound_hops(call, split))

@@ -148,8 +148,8 @@ class RowOrder(NamedTuple):
         if self.chunks is not None:
             return _take_chunks(x, self.chunks)
         num_ranks = self.split.num_ranks
-        halves = x.reshape(x.shape[0], 2, num_ranks, -1, *x.shape[2:])
-        return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], axis=2).reshape(x.shape)
+        by_half = x.reshape(x.shape[0], 2, num_ranks, -1, *x.shape[2:])
+        return jnp.stack([by_half[:, 0], by_half[:, 1, ::-1]], axis=2).reshape(x.shape)
 
 
 def _take_chunks(x: Shaped[Array, "B T ..."], order: Int[Array, "B C"]) -> Shaped[Array, "B T ..."]:

@@ -24,8 +24,8 @@ class BlockSummary(NamedTuple):
 
     Attributes:
       lowest, highest: bounds of the positions that slots of the block hold; anything where no slot is seen.
-      some: whether the sequence may see a slot.
-      every: whether it sees all of the block's slots.
+      some: True if the sequence may see a slot of the block.
+      every: True if the sequence sees all slots of the block.
     """
 
     lowest: Int[Array, "B J"]

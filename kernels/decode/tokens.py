@@ -145,7 +145,7 @@ def checked_key_value(cache, key: Any, value: Any) -> tuple[Float[Array, "B T K 
 
 
 def token_counts(num_tokens: Any, num_new: int, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
-    """How many of each batch element's `num_new` tokens are written to a sequence of this length; by default all.
+    """The number of each batch element's `num_new` tokens to write to a sequence of this length; by default all.
 
     A sequence gets no more than `MOST_TOKENS` in all.
     """

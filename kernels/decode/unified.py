@@ -137,7 +137,7 @@ class UnifiedCache:
         """Puts tokens into slots that `table.allocate` gave: the part of `write` that differs between layers.
 
         Args:
-          table, slots: what `table.allocate` returned, as they are.
+          table, slots: the results of `table.allocate`, unchanged.
           key, value: of the new tokens.
 
         Raises:

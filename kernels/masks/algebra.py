@@ -61,7 +61,7 @@ _PAIRS_WORTH_A_WARNING = 1 << 30
 class Mask:
     """Base of all masks. See the module's docstring."""
 
-    # What the mask combines its parts with; None: it has none, or one for each head.
+    # The operator that combines the mask's parts; None: it has none, or one for each head.
     operator: Literal["&", "|", "~"] | None = None
 
     def __call__(self, q_pos: Integers, kv_pos: Integers) -> Any:
@@ -194,7 +194,7 @@ class Mask:
 
     @property
     def lookback(self) -> int | None:
-        """How many positions before its own a query may look at most; None if there is no bound, or none is known."""
+        """The greatest distance that a query may look back; None if there is no bound, or none is known."""
         return None if self.band is None else self.band.lookback
 
     @property

@@ -184,7 +184,7 @@ class Band:
 
     @property
     def lookback(self) -> int | None:
-        """How many positions back row q's first key may lie at most; None if there is no bound."""
+        """The greatest distance from a query back to its first key; None if there is no bound."""
         left = None if self.left is None else max(self.left, 0)
         return tightest(left, *(size - 1 for size in self.chunk_sizes))
 

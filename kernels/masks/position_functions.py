@@ -26,7 +26,7 @@ class FunctionTrace(NamedTuple):
     """The trace of a function `fn(q_pos, kv_pos)`.
 
     Attributes:
-      captures: whether it captures arrays; a kernel can't look these up.
+      captures: it captures arrays; a kernel can't look these up.
       digest: of all that it computes, the contents of captured arrays included; None if it can't be known.
     """
 

@@ -131,7 +131,7 @@ class _Axes(NamedTuple):
 
     @property
     def heads(self) -> tuple[Any, ...]:
-        """Of the query: those that share one key/value head stand side by side."""
+        """The query's head axes: heads that share one key/value head stand side by side."""
         return self.shared_heads + self.groups
 
     @staticmethod

@@ -39,7 +39,7 @@ class Keys:
         return value
 
     def number_of_parts(self, name: str, default: int | None = None) -> int:
-        """How many layers there are, or experts, or heads: an integer from 1 to 4,096."""
+        """A number of layers, experts or heads: an integer from 1 to 4,096."""
         return self.integer(name, default, at_most=_MAX_PARTS)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -102,8 +102,8 @@ class Key:
       name: the key in config.json.
       fields: the settings that it sets, of `GPTConfig` or, after "moe.", of its `MoEConfig`.
       read: the type that is expected.
-      default: what transformers takes where the key is absent.
-      null: what it takes where the key is null.
+      default: transformers' value where the key is absent.
+      null: transformers' value where the key is null.
       into: makes our setting of the key's value; None: it is the same.
       back: the inverse of `into`.
     """

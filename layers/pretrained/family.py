@@ -15,7 +15,7 @@ from layers.pretrained.safetensors_file import Tensor
 from layers.pretrained.steps import TensorRow
 from layers.rope_scaling import RopeScaling
 
-# What a config says about how a model runs or is trained, and not about what it computes.
+# Fields of a config that change how a model runs or is trained, but not its outputs.
 _RUN_FIELDS = frozenset(
     ("implementation", "decode_implementation", "remat", "scan_layers", "compute_dtype", "param_dtype")
 )

@@ -35,18 +35,18 @@ class LayerRule:
     Args:
       windows: which layers have the config's `sliding_window`: none, all, those of a type, or all unless the file has
         `layer_types`.
-      default_window: what transformers takes where `sliding_window` is absent; null means none at all.
+      default_window: transformers' window where `sliding_window` is absent; null means none at all.
       switch: the key without which windows are off.
       default_types: the layers' types where `layer_types` is absent.
-      default_base: what transformers takes where `rope_theta` is absent.
-      old_default_base: what transformers 4 takes there; None: the same.
+      default_base: transformers' base where `rope_theta` is absent.
+      old_default_base: transformers 4's base there; None: the same.
       rope_by_type: sliding layers have a rotary embedding of their own, without scaling.
       sliding_base_key: where files from before `rope_parameters` have its base; None: where the others have theirs.
-      sliding_default_base: what transformers takes where that is absent.
+      sliding_default_base: transformers' base of sliding layers where that key is absent.
       without_rope: the key that lists layers without a rotary embedding, by 0 and 1.
       partial_rope: True if the rotary embedding may turn a part of the features.
       longrope_alone: longrope is all the scaling that there is, and has Phi-3's ways; see `rope_keys`.
-      default_scaling: what transformers takes where neither `rope_scaling` nor `rope_parameters` is there.
+      default_scaling: transformers' scaling where neither `rope_scaling` nor `rope_parameters` is there.
     """
 
     windows: Literal["none", "all", "by_type", "all_or_by_type"] = "none"

@@ -155,7 +155,7 @@ def _read_family(directory: str | os.PathLike[str]) -> tuple[Family, dict[str, A
 def _stored_dtype(source: Source, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> np.dtype:
     names = map(source.tensor_name, np.ndindex(*shape[: source.row.num_stacked]))
     dtypes = {tensors[name].dtype for name in names}
-    # Of the narrower ones, two don't hold each other's values, and float32 holds all.
+    # Two different 16-bit types don't hold each other's values; float32 holds both.
     return dtypes.pop() if len(dtypes) == 1 else max(*dtypes, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
 
 

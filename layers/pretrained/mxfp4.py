@@ -62,7 +62,7 @@ class UnpackedTensor:
         return columns[:, inputs.start - held.start * _BLOCK : inputs.stop - held.start * _BLOCK]
 
     def part(self, axis: int, start: int, size: int, step: int) -> UnpackedTensor:
-        """As `steps.Part`, of packed blocks: of joined matrices only one's are unpacked."""
+        """A part as `steps.Part` makes it, of packed blocks: only one of the joined matrices is unpacked."""
         assert axis == 2, "matrices are joined along their columns"
         return UnpackedTensor(Part(self.blocks, 1, start, size, step), Part(self.scales, 1, start, size, step))
 

@@ -77,18 +77,18 @@ def read_rope(
 ) -> Rope:
     """Reads the rotary embedding of all layers, or of those of one type.
 
-    What transformers 5 makes of the file. Unless the file has `rope_parameters` alone, transformers 4 has to make the
-    same of it.
+    The result is that of transformers 5. Unless the file has `rope_parameters` alone, transformers 4 must give the
+    same.
 
     Args:
       keys: of config.json.
-      layer_type: what `rope_parameters` is nested by; None: it isn't.
+      layer_type: the key of these layers within `rope_parameters`; None: it isn't nested.
       base_key: where the base is, in files from before `rope_parameters`; None: transformers 5 finds none there for
         these layers, and transformers 4 that of the other ones.
-      default_base: what transformers takes where it is nowhere.
-      old_default_base: what transformers 4 takes there; None: the same.
-      scaled: whether the `rope_scaling` of such files is for these layers.
-      default_scaling: what transformers takes where the file has neither `rope_scaling` nor `rope_parameters`.
+      default_base: transformers' base where the file has none.
+      old_default_base: transformers 4's base there; None: the same.
+      scaled: applies the `rope_scaling` of such files to these layers.
+      default_scaling: transformers' scaling where the file has neither `rope_scaling` nor `rope_parameters`.
       longrope_alone: as Phi-3 does, whose files have longrope or nothing, also under the names su and yarn, and
         `original_max_position_embeddings` always, if by default.
 
@@ -144,7 +144,7 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 
 
 def effective(scaling: RopeScaling) -> RopeScaling:
-    """The same scaling, one of transformers' kinds, with default values where that kind doesn't look."""
+    """A scaling of transformers' kinds, with default values in the fields that its kind ignores."""
     names = next(names for kind, names in _KINDS.values() if kind == scaling.kind)
     found = RopeScaling(kind=scaling.kind, **{name: getattr(scaling, name) for name in names.values()})
     by_default = dataclasses.replace(found, attention_factor=None)

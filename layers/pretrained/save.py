@@ -108,7 +108,7 @@ def write_huggingface(
       dtype: of the tensors; None: each parameter's own.
       shard_size: bytes of a file at most, unless one tensor has more.
       tokenizer_dir: a folder whose tokenizer, and generation config if none is given, are copied.
-      generation_config: what transformers' `generate` is to do by default.
+      generation_config: defaults of transformers' `generate`.
       model_type: the family to save it as, by transformers' name; None: the first that can express the model.
       context_length: tokens that the model was trained on at most, for those who ask config.json; None: left out,
         unless the rotary embedding is scaled. Where it is, config.json has at least what llama3 scales it to, and

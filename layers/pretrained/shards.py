@@ -62,7 +62,7 @@ class Parameter:
         return (0, *(1 + dim for dim in self.source.row.order))
 
     def num_bytes(self, shard: Bounds) -> int:
-        """Of a shard, in the tensors."""
+        """Bytes of a shard, in the tensors."""
         return self.stored_dtype.itemsize * math.prod(_sizes(shard))
 
     def joined(self, shards: Mapping[tuple[Bounds, jax.Device], jax.Array]) -> jax.Array:
@@ -123,7 +123,7 @@ class _Job:
 
     @property
     def num_bytes(self) -> int:
-        """Of the chunk, in the tensors."""
+        """Bytes of the chunk, in the tensors."""
         return self.parameter.stored_dtype.itemsize * self.chunk.num_blocks * math.prod(_sizes(self.chunk.box))
 
     def growth(self, shard: Bounds, device: jax.Device, dtype: np.dtype) -> _Growth:

@@ -41,7 +41,7 @@ class Pattern:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """For each dim of the file's tensor the dims that it is merged of."""
+        """For each dim of the file's tensor, the dims that are merged into it."""
         dims: list[tuple[str, ...]] = []
         for position, part in enumerate(self.text.split("->")[0].replace("(", ")").split(")")):
             dims += [tuple(part.split())] if position % 2 else [(name,) for name in part.split()]
@@ -82,7 +82,7 @@ class Pattern:
         wanted = dict(zip(self.names, index, strict=True))
         source, block_shape, cut = [], [], []
         for outer, *inner in self.groups:
-            # Of merged dims the outermost is cut in the file, and the others in memory.
+            # The outermost of merged dims is cut in the file, the others in memory.
             step = math.prod(sizes[name] for name in inner)
             source.append(slice(wanted[outer].start * step, wanted[outer].stop * step))
             block_shape += [wanted[outer].stop - wanted[outer].start, *(sizes[name] for name in inner)]

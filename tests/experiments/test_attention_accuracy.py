@@ -21,11 +21,7 @@ NARROW_VALUES = dataclasses.replace(GROUPED, value_dim=8)
 MORE_KEYS = dataclasses.replace(SMALL, mask=FullMask(), kv_length=512)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [PACKED, GROUPED, WINDOWED, SUNK, NARROW_VALUES, MORE_KEYS],
-    ids=["packed", "grouped", "windowed", "sunk", "narrow values", "more keys"],
-)
+@pytest.mark.parametrize("case", [PACKED, GROUPED, WINDOWED, SUNK, NARROW_VALUES, MORE_KEYS], ids=repr)
 def test_the_truth_is_attention_in_float64(case):
     # Three parts of 32 queries.
     problem = make_problem(case, 96)
@@ -56,14 +52,12 @@ def test_the_truth_is_attention_in_float64(case):
     d_query = np.einsum("bnts,bsnh->btnh", d_logits, key)
     d_key = np.einsum("bnts,btnh->bsnh", d_logits, query).reshape(2, num_keys, -1, group, case.head_dim).sum(3)
 
-    expected = truth(problem)
-    np.testing.assert_allclose(expected["output"], output, rtol=0, atol=1e-13)
-    np.testing.assert_allclose(expected["d_query"], d_query, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(expected["d_key"], d_key, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(expected["d_value"], d_value, rtol=0, atol=1e-12)
-    if case.has_sinks:
-        np.testing.assert_allclose(expected["d_sinks"], -(share * delta).sum((0, 2, 3)), rtol=0, atol=1e-12)
-    assert {name: x.dtype for name, x in expected.items()} == dict.fromkeys(quantities(case), np.float64)
+    arrays = {"output": output, "d_query": d_query, "d_key": d_key, "d_value": d_value}
+    arrays |= {"d_sinks": -(share * delta).sum((0, 2, 3))} if case.has_sinks else {}
+    found = truth(problem)
+    assert {name: x.dtype for name, x in found.items()} == dict.fromkeys(quantities(case), np.float64)
+    for name, array in arrays.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-13 if name == "output" else 1e-12)
 
 
 def test_an_error_is_relative_to_the_truth(rng):
@@ -81,10 +75,8 @@ def test_errors_tell_a_rounded_result_from_a_wrong_one(monkeypatch):
 
     monkeypatch.setitem(contenders.PEERS, "wrong", wrong)
     case = dataclasses.replace(SMALL, dtype="bfloat16")
-    backends = ("blockwise", "wrong", "torch_flex", "xla")
-    blockwise, bad, unchecked, xla = measure(
-        "small", case, AttentionArguments(backends=backends, check=True, check_length=128)
-    )
+    checked = AttentionArguments(backends=("blockwise", "wrong", "torch_flex", "xla"), check=True, check_length=128)
+    blockwise, bad, unchecked, xla = measure("small", case, checked)
     assert blockwise["length"] == 128
     for quantity in quantities(case):
         assert 1e-4 < blockwise["errors"][quantity]["rms"] < 1e-2 < 0.1 < bad["errors"][quantity]["rms"]
@@ -124,9 +116,7 @@ def test_the_gradient_of_sinks_is_checked_too(monkeypatch):
         Case(1, 32_768, 2, 2, 128, LocalMask(4095, 0)),
         Case(1, 32_768, 8, 2, 64, CausalMask()),
     ],
-    ids=lambda case: (
-        f"{case.length}, {case.num_heads}/{case.num_kv_heads} of {case.head_dim}, {case.mask!r}, {case.dtype}"
-    ),
+    ids=repr,
 )
 def test_errors_are_no_worse_than_cudnns(case, backward):
     problem = make_problem(case)
@@ -137,7 +127,5 @@ def test_errors_are_no_worse_than_cudnns(case, backward):
     if refused is not None and "fused backward for head dims" in refused:
         pytest.skip(refused)
     assert refused is None
-    assert {name: ours[name].rms for name in ours if ours[name].rms > 1.1 * theirs[name].rms} == {}, (
-        ours,
-        theirs,
-    )
+    worse = {name: (ours[name].rms, theirs[name].rms) for name in ours if ours[name].rms > 1.1 * theirs[name].rms}
+    assert worse == {}

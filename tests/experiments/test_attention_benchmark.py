@@ -12,16 +12,8 @@ import pytest
 
 from experiments.benchmarks.attention import contenders, speed_table
 from experiments.benchmarks.attention import measure as measuring
-from experiments.benchmarks.attention.__main__ import (
-    SUITES,
-    AttentionArguments,
-    Suite,
-    cells,
-    headings,
-    main,
-    measure,
-)
-from experiments.benchmarks.attention.cases import CASES, Case, describe, known_cases, make_problem
+from experiments.benchmarks.attention.__main__ import SUITES, AttentionArguments, Suite, cells, headings, main, measure
+from experiments.benchmarks.attention.cases import CASES, Case, describe, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
 from experiments.benchmarks.attention.timing import AttentionContender, speed_ratio, time_in_rounds
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
@@ -29,6 +21,13 @@ from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_p
 
 SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
 PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
+
+
+ONCE = {"num_rounds": 1, "sample_ms": 0, "program_ms": 0}
+
+
+def rows_of(case: Case, *backends: str, **how) -> list[dict]:
+    return measure("small", case, AttentionArguments(backends=backends, **({} if "check" in how else ONCE), **how))
 
 
 class Device:
@@ -105,11 +104,8 @@ def test_every_call_of_a_program_has_inputs_of_its_own():
 def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_not():
     chosen = dict.fromkeys((*SUITES["hopper"].backends, *SUITES["triton"].backends))
     others = [name for name in chosen if name not in ("xla", "mosaic_gpu")]
-    rows = measure(
-        "small",
-        SMALL,
-        AttentionArguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1, program_ms=0),
-    )
+    how = {"num_rounds": 3, "sample_ms": 1, "program_ms": 0}
+    rows = measure("small", SMALL, AttentionArguments(backends=("blockwise", "xla", *others), **how))
     refused = {row["backend"]: row["refused"] for row in rows if "refused" in row}
     assert list(refused) == others
     for backend, reason in refused.items():
@@ -139,15 +135,11 @@ def test_a_backend_without_a_backward_is_timed_forward(monkeypatch):
         return attend(query)
 
     monkeypatch.setitem(contenders.PEERS, "forward_only", no_backward)
-    rows = measure(
-        "small",
-        SMALL,
-        AttentionArguments(backends=("forward_only", "blockwise"), num_rounds=1, sample_ms=0, program_ms=0),
-    )
+    rows = rows_of(SMALL, "forward_only", "blockwise")
     (refused,) = (row for row in rows if "refused" in row)
     assert (refused["direction"], refused["refused"]) == ("forward_backward", "KeyError: 'has no backward'")
     assert [row["direction"] for row in rows if row["backend"] == "forward_only" and "seconds" in row] == ["forward"]
-    (errors,) = measure("small", SMALL, AttentionArguments(backends=("forward_only",), check=True))
+    (errors,) = rows_of(SMALL, "forward_only", check=True)
     assert set(errors["errors"]) == {"output"}
     assert errors["refused"] == "KeyError: 'has no backward'"
 
@@ -158,12 +150,7 @@ def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
     allowed = (ids[:, :, None] == ids[:, None, :]) & (position[:, None] >= position)
     assert problem.num_pairs == 2 * allowed.sum()
     assert statistics.mean(len(set(row)) for row in ids.tolist()) > 1
-    rows = measure(
-        "packed",
-        PACKED,
-        AttentionArguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0, program_ms=0),
-    )
-    assert [row["backend"] for row in rows if "refused" in row] == ["xla"]
+    assert [row["backend"] for row in rows_of(PACKED, "blockwise", "xla") if "refused" in row] == ["xla"]
 
 
 def test_more_keys_and_narrow_values_are_counted_and_served_at_every_length():
@@ -185,9 +172,8 @@ def test_more_keys_and_narrow_values_are_counted_and_served_at_every_length():
 
 def test_more_keys_than_queries_have_no_mask():
     for how in ({"mask": CausalMask()}, {"mask": FullMask(), "document_length": 60}):
-        with pytest.raises(
-            ValueError, match=r"kv_length=512 needs FullMask\(\) and one document, got .*leave kv_length"
-        ):
+        told = r"kv_length=512 needs FullMask\(\) and one document, got .*leave kv_length"
+        with pytest.raises(ValueError, match=told):
             dataclasses.replace(SMALL, kv_length=512, **how)
 
 
@@ -207,19 +193,22 @@ def test_documents_are_an_input_of_what_is_timed():
 
 
 def test_a_backward_is_the_difference_of_its_round():
-    rows = measure("small", SMALL, AttentionArguments(backends=("blockwise",), num_rounds=1, sample_ms=0, program_ms=0))
-    seconds = {row["direction"]: row["seconds"] for row in rows}
+    seconds = {row["direction"]: row["seconds"] for row in rows_of(SMALL, "blockwise")}
     assert seconds["backward"] == pytest.approx(seconds["forward_backward"] - seconds["forward"])
 
 
-def test_names():
-    assert CASES["1x16x32768x128_window_4096"].mask == LocalMask(4095, 0)
-    with pytest.raises(ValueError, match=r"unknown cases \['no_such'\]; expected some of causal"):
-        known_cases(("no_such",))
-    with pytest.raises(ValueError, match="give one at a time"):
-        AttentionArguments(check=True, compile_lengths=(256,))
-    with pytest.raises(ValueError, match="baseline='cudnn' is none of the backends blockwise, xla"):
-        AttentionArguments(baseline="cudnn")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"check": True, "compile_lengths": (256,)}, "give one at a time"),
+        ({"baseline": "cudnn"}, "baseline='cudnn' is none of the backends blockwise, xla"),
+        ({"backends": ("blockwise", "blockwize")}, r"unknown backends \['blockwize'\]; expected some of"),
+        ({"cases": ("nosuch",)}, r"unknown cases \['nosuch'\]; expected some of causal"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionArguments(**arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name[0].isdigit()])
@@ -260,10 +249,7 @@ def test_compile_seconds_at_each_length():
 def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(CASES, "small", SMALL)
     output = tmp_path / "new" / "rows.jsonl"
-    backends = ("blockwise", "cudnn")
-    arguments = AttentionArguments(
-        cases=("small",), backends=backends, num_rounds=1, sample_ms=0, program_ms=0, output=output, **how
-    )
+    arguments = AttentionArguments(cases=("small",), backends=("blockwise", "cudnn"), output=output, **ONCE, **how)
     assert main(arguments) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {"blockwise", "cudnn"}
@@ -278,10 +264,6 @@ def test_a_command_that_measures_nothing_fails(capsys, monkeypatch):
     monkeypatch.setitem(CASES, "small", SMALL)
     assert main(AttentionArguments(cases=("small",), backends=("cudnn",), num_rounds=1)) == 1
     assert "runs on gpu, not on cpu" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"unknown backends \['blockwize'\]; expected some of"):
-        AttentionArguments(backends=("blockwise", "blockwize"))
-    with pytest.raises(ValueError, match=r"unknown cases \['nosuch'\]; expected some of"):
-        AttentionArguments(cases=("nosuch",))
 
 
 def test_the_cells_of_a_table_say_what_was_measured():

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from experiments.benchmarks.compile_time.__main__ import Arguments, main
-from experiments.benchmarks.compile_time.masks import read_mask
-from experiments.benchmarks.compile_time.measure import CompileCase
+from experiments.benchmarks.compile_time.measure import CompileCase, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe_status, draw, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, run_case, sources_for, sweep
 from experiments.benchmarks.compile_time.upstream import attention, describe, lazy_mask, make_kernel
@@ -36,17 +35,11 @@ def case_of(**changes):
 
 def row_of(source, length, trace_s, *, status="measured", gigabytes=1.0, **more):
     row = {"subject": "attention", "mask": "causal", "source": source, "length": length, "status": status}
-    row |= {"target": "v5p:2x2x1", "limit_s": 100.0, "process_s": trace_s + 10}
-    row |= {"visited_tiles": None}
+    row |= {"target": "v5p:2x2x1", "limit_s": 100.0, "process_s": trace_s + 10, "visited_tiles": None}
     row |= {"cpu": "a CPU", "num_cores": 2, "jax": "0", "libtpu": "0", "date": "2026-01-01"}
     if status == "measured":
-        row |= {
-            "trace_s": trace_s,
-            "first_trace_s": 2 * trace_s,
-            "lower_s": 0.1,
-            "compile_s": 1.0,
-            "trace_peak_bytes": int(gigabytes * 1e9),
-        }
+        row |= {"trace_s": trace_s, "first_trace_s": 2 * trace_s, "lower_s": 0.1, "compile_s": 1.0}
+        row |= {"trace_peak_bytes": int(gigabytes * 1e9)}
     return row | more
 
 
@@ -66,10 +59,8 @@ def test_a_sweep_from_the_command_line_to_the_plot(tmp_path, capsys):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_repeats": 2}
     output, plot = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     sources, lengths = ("ours", "dense"), (1024, 2048)
-    arguments = Arguments(
-        target="v5e:1x1", sources=sources, lengths=lengths, limit_s=120, output=output, plot=plot, **sizes
-    )
-    assert main(arguments) == 0
+    written = {"output": output, "plot": plot}
+    assert main(Arguments(target="v5e:1x1", sources=sources, lengths=lengths, limit_s=120, **written, **sizes)) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["source"], row["length"]) for row in rows] == [(s, t) for s in sources for t in lengths]
     for row in rows:
@@ -80,9 +71,7 @@ def test_a_sweep_from_the_command_line_to_the_plot(tmp_path, capsys):
         assert 50e6 < row["trace_peak_bytes"] <= row["peak_bytes"]
         assert 0 <= row["trace_rise_bytes"] < row["trace_peak_bytes"]
         assert row["visited_tiles"].keys() == {"forward", "d_key_value", "d_query"}
-        assert row["libtpu"]
-        assert row["cpu"]
-        assert row["date"]
+        assert all((row["libtpu"], row["cpu"], row["date"]))
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert plot.stat().st_size > 20_000
     printed = " ".join(capsys.readouterr().out.split())
@@ -102,10 +91,8 @@ def test_a_case_that_takes_too_long_is_stopped_and_ends_its_series():
     started = []
     rows = list(sweep([cases], Limits(0.2, LIMITS.resident_bytes), started.append))
     assert [row["status"] for row in rows] == ["stopped", "not tried"]
-    assert [describe_status(row) for row in rows] == [
-        "stopped at 0.2 s",
-        "not tried: 1,024 was stopped or failed",
-    ]
+    told = ["stopped at 0.2 s", "not tried: 1,024 was stopped or failed"]
+    assert [describe_status(row) for row in rows] == told
     assert started == cases
 
 
@@ -136,17 +123,26 @@ def test_peak_of_resident_memory_can_begin_anew():
         assert peak_resident_bytes() < risen - 50_000_000
 
 
-def test_a_baseline_without_a_tpu_is_refused_before_anything_is_measured(capsys):
-    assert main(Arguments(sources=("ours", "dense"))) == 2
-    assert capsys.readouterr().err == (
-        "error: dense masks are those of JAX's TPU kernel; give --target a TPU topology, or --sources ours\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sources": ("ours", "dense")}, "dense masks are those of JAX's TPU kernel; give --target a TPU topology, or"),
+        (
+            {"subjects": ("train_step",), "sources": ("ours", "dense")},
+            "a training step has our masks alone; give --subjects attention, or --sources",
+        ),
+        ({"target": "v9:2x2"}, "unknown topology 'v9:2x2'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(capsys, arguments, message):
+    assert main(Arguments(**arguments)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
 
 
-def test_a_training_step_has_our_masks_alone(capsys):
+def test_a_training_step_has_our_masks_alone():
     assert sources_for("v5e:1x1", "train_step") == ("ours",)
-    assert main(Arguments(subjects=("train_step",), sources=("ours", "dense"))) == 2
-    assert "a training step has our masks alone; give --subjects attention, or --sources" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mask", [CausalMask(), LocalMask(400, 0), ChunkedCausalMask(256)], ids=repr)
@@ -202,11 +198,6 @@ def test_an_interrupted_sweep_keeps_what_was_measured(tmp_path, monkeypatch, cap
     assert [json.loads(line) for line in output.read_text().splitlines()] == ROWS[:2]
     assert plot.exists()
     assert "1.10× as long to trace at 131,072 as at 4,096" in capsys.readouterr().out
-
-
-def test_an_unknown_target_is_one_line(capsys):
-    assert main(Arguments(target="v9:2x2")) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_ratios_of_equal_lengths_and_of_the_ends():

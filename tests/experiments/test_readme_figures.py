@@ -21,17 +21,11 @@ def figures() -> list[str]:
 def test_the_figures_are_those_of_the_rows():
     speeds = latest_rows(read_rows(RESULTS / "attention_hopper_h200.jsonl"), "mosaic_gpu")
     training = {row["workload"]: row for row in read_rows(RESULTS / "train_throughput_h200.jsonl")}
-    on_gpus = {
-        row["mesh"]["context"]: row
-        for row in read_rows(RESULTS / "train_meshes_h200.jsonl")
-        if row["workload"] == "gpt_128k"
-    }
+    meshes = read_rows(RESULTS / "train_meshes_h200.jsonl")
+    on_gpus = {row["mesh"]["context"]: row for row in meshes if row["workload"] == "gpt_128k"}
     traces = read_rows(RESULTS / "compile_time_v5p.jsonl")
-    (trace_s,) = (
-        row["first_trace_s"]
-        for row in traces
-        if (row["source"], row["mask"], row["length"]) == ("ours", "causal", 131_072)
-    )
+    ours = [row for row in traces if (row["source"], row["mask"], row["length"]) == ("ours", "causal", 131_072)]
+    (trace_s,) = (row["first_trace_s"] for row in ours)
 
     def faster(case: str, direction: str, than: str) -> str:
         return f"{speeds[case, direction]['speed_ratios'][than]:.2f} ×"
@@ -52,15 +46,8 @@ def test_the_figures_are_those_of_the_rows():
 
 def test_the_machine_that_traced_is_the_one_of_the_rows():
     rows = read_rows(RESULTS / "compile_time_v5p.jsonl")
-    (told,) = {
-        (row["cpu"].replace("(R)", "").removesuffix(" Processor"), row["jax"], row["libtpu"], row["date"])
-        for row in rows
-    }
-    cpu, jax, libtpu, date = told
-    (paragraph,) = [
-        line
-        for line in (ROOT / "docs/profile_compile_time.md").read_text().splitlines()
-        if "results/compile_time_v5p.jsonl" in line
-    ]
-    assert f"Two cores of an {cpu}, " in paragraph
+    [(cpu, jax, libtpu, date)] = {(row["cpu"], row["jax"], row["libtpu"], row["date"]) for row in rows}
+    lines = (ROOT / "docs/profile_compile_time.md").read_text().splitlines()
+    (paragraph,) = [line for line in lines if "results/compile_time_v5p.jsonl" in line]
+    assert f"Two cores of an {cpu.replace('(R)', '').removesuffix(' Processor')}, " in paragraph
     assert f"JAX {jax}, libtpu {libtpu}, {date} (" in paragraph

@@ -1,5 +1,6 @@
 """The throughput benchmark: its workloads, where it says a step's time goes, and what it refuses."""
 
+import collections
 import dataclasses
 import io
 import json
@@ -30,12 +31,10 @@ NUM_PARAMETERS = {
     "124m": 124e6,
     "124m_window": 124e6,
     "1b": 1.31e9,
-    "llama_1b": 1_235_814_400,
-    "plain_llama_1b": 1_235_814_400 - 16 * 2048 * 8192,
-    "llama_8b": 8_030_261_248,
-    "qwen3_4b": 4_022_468_096,
-    "plain_qwen3_4b": 4_022_468_096 - 36 * 2560 * 9728,
 }
+NUM_PARAMETERS |= {"llama_1b": 1_235_814_400, "plain_llama_1b": 1_235_814_400 - 16 * 2048 * 8192}
+NUM_PARAMETERS |= {"llama_8b": 8_030_261_248, "qwen3_4b": 4_022_468_096}
+NUM_PARAMETERS["plain_qwen3_4b"] = NUM_PARAMETERS["qwen3_4b"] - 36 * 2560 * 9728
 TINY = Workload("124m", 128, document_length=24, num_batches=2, num_windows=2, steps_per_window=1)
 
 
@@ -118,11 +117,14 @@ def step_module():
     return parse_module(compiled.as_text())
 
 
+def instructions_of(module):
+    return [op for computation in module.computations.values() for op in computation.instructions.values()]
+
+
 def test_every_part_of_a_step_is_found_by_its_scope(step_module):
-    found = {}
-    for computation in step_module.computations.values():
-        for instruction in computation.instructions.values():
-            found.setdefault(part_of(instruction, step_module), []).append(instruction.op_name)
+    found = collections.defaultdict(list)
+    for instruction in instructions_of(step_module):
+        found[part_of(instruction, step_module)].append(instruction.op_name)
     attention = "attention forward", "attention backward"
     assert {*attention, "loss", "optimizer", "matmuls", "norms and elementwise"} <= set(found)
     assert all("dot_product_attention" in op for part in attention for op in found[part])
@@ -134,14 +136,11 @@ def test_every_part_of_a_step_is_found_by_its_scope(step_module):
 
 def test_a_kernel_that_sends_while_it_multiplies_is_a_matmul():
     scopes = "jit(f)/transpose(jvp(mlp))/matmul_reduce_scatter", "jit(f)/all_gather_matmul", "jit(f)/mlp"
-    calls = [
-        f'%call.{i} = bf16[8,8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="{scope}"}}'
-        for i, scope in enumerate(scopes)
-    ]
+    call = '%call.{} = bf16[8,8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="{}"}}'
+    calls = [call.format(number, scope) for number, scope in enumerate(scopes)]
     body = ["%x = bf16[8,8] parameter(0)", *calls, "ROOT %y = bf16[8,8] copy(%call.2)"]
     lines = ["HloModule m", "ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {", *(f"  {line}" for line in body), "}"]
-    text = "\n".join(lines)
-    module = parse_module(text)
+    module = parse_module("\n".join(lines))
     instructions = module.computations[module.entry].instructions
     parts = [part_of(instructions[f"call.{i}"], module) for i in range(3)]
     assert parts == ["matmuls", "matmuls", "norms and elementwise"]
@@ -153,21 +152,14 @@ def test_copies_are_told_from_arithmetic():
             return jnp.concatenate([x.T, x.T[::-1]]).astype(jnp.bfloat16), jnp.tanh(x)
 
     module = parse_module(jax.jit(program).lower(jnp.ones((64, 32))).compile().as_text())
-    entry = module.computations[module.entry].instructions.values()
-    parts = {part_of(instruction, module) for instruction in entry if instruction.opcode == "fusion"}
+    parts = {part_of(op, module) for op in instructions_of(module) if op.opcode == "fusion"}
     assert parts <= {"copies and transposes", "norms and elementwise"}
     assert "norms and elementwise" in parts
 
 
 def test_a_trace_is_summed_by_part_and_its_gaps_are_idle(step_module):
-    ops = [
-        instruction
-        for computation in step_module.computations.values()
-        for instruction in computation.instructions.values()
-        if part_of(instruction, step_module) in ("loss", "optimizer")
-    ]
-    loss = next(op for op in ops if "loss" in op.op_name)
-    optimizer = next(op for op in ops if "optimizer" in op.op_name)
+    parts = {part_of(op, step_module): op for op in instructions_of(step_module)}
+    loss, optimizer = parts["loss"], parts["optimizer"]
     # Two steps: 1 ms of loss by the instruction's name, 0.5 ms of the optimizer by the kernel's, 0.25 ms overlapping,
     # and a copy after a gap of 2 ms.
     kernels = []

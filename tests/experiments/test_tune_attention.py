@@ -18,13 +18,7 @@ from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
 from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning, Target
 from kernels.backends.mosaic_gpu import tuning as tunings
-from kernels.backends.mosaic_gpu.search_space import (
-    SEARCH_SPACES,
-    SearchSpace,
-    backend_tuning,
-    known_tiles,
-    variations,
-)
+from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, SearchSpace, backend_tuning, known_tiles, variations
 from kernels.backends.mosaic_gpu.shared_memory import MAX_BYTES, shared_memory_bytes
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.backends.tuning import MosaicGpuTuning
@@ -48,34 +42,30 @@ def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
 
 
 @pytest.mark.jax_0_11
-def test_variations_are_all_combinations_that_can_be_made():
-    settings = {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)}
-    found = variations("forward", MosaicForwardTuning(), settings, None, call_of())
-    assert next(iter(found)) == MosaicForwardTuning()
-    assert {(t.num_warpgroups, t.num_stages) for t in found} == {(2, 2), (2, 3), (3, 2), (3, 3)}
-    assert len(found) == 4
-
-
-@pytest.mark.jax_0_11
-def test_variations_leave_out_what_only_the_other_backward_takes():
-    settings = {"num_warpgroups": (2, 3), "block_q": (64, 128)}
-    shapes = {
-        form: {
-            (t.num_warpgroups, t.block_q) for t in variations(form, MosaicBackwardTuning(), settings, None, call_of())
-        }
-        for form in ("fused", "split")
-    }
-    assert shapes == {"fused": {(2, 64), (2, 128)}, "split": {(2, 64), (2, 128), (3, 64), (3, 128)}}
-
-
-@pytest.mark.jax_0_11
-def test_variations_leave_out_what_does_not_fit_into_shared_memory():
-    call, settings = call_of(head_dim=128), {"block_kv": (64, 128), "num_stages": (2, 3, 4)}
-    found = variations("forward", MosaicForwardTuning(), settings, None, call)
-    # Each stage has 2 × 128 × 2 bytes for each key, beside 2 × 64 queries.
-    assert {(t.block_kv, t.num_stages) for t in found} == {(64, 2), (64, 3), (64, 4), (128, 2), (128, 3)}
-    for tuning in found.values():
-        assert max(shared_memory_bytes(call, resolve(tuning, call)).values()) <= MAX_BYTES
+@pytest.mark.parametrize(
+    ("search", "settings", "expected"),
+    [
+        ("forward", {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)}, [(2, 2), (2, 3), (3, 2), (3, 3)]),
+        # What only the other backward takes is left out,
+        ("fused", {"num_warpgroups": (2, 3), "block_q": (64, 128)}, [(2, 64), (2, 128)]),
+        ("split", {"num_warpgroups": (2, 3), "block_q": (64, 128)}, [(2, 64), (2, 128), (3, 64), (3, 128)]),
+        # and what doesn't fit into shared memory: a stage has 2 × 128 × 2 bytes for each key, beside 2 × 64 queries.
+        (
+            "forward",
+            {"block_kv": (64, 128), "num_stages": (2, 3, 4)},
+            [(64, 2), (64, 3), (64, 4), (128, 2), (128, 3)],
+        ),
+    ],
+)
+def test_variations_are_all_combinations_that_can_be_made(search, settings, expected):
+    call = call_of(head_dim=128 if "block_kv" in settings else 64)
+    start = MosaicForwardTuning() if search == "forward" else MosaicBackwardTuning()
+    found = variations(search, start, settings, None, call)
+    assert sorted(tuple(getattr(tiles, name) for name in settings) for tiles in found) == expected
+    if search == "forward":
+        assert next(iter(found)) == start or "block_kv" in settings
+        for tuning in found.values():
+            assert max(shared_memory_bytes(call, resolve(tuning, call)).values()) <= MAX_BYTES
 
 
 @pytest.mark.jax_0_11
@@ -102,11 +92,9 @@ def test_the_stages_of_a_search_are_the_known_tiles_and_the_settings_that_are_na
 
 @pytest.mark.jax_0_11
 def test_blocks_are_few_where_heads_are():
-    tiles = MosaicForwardTuning()
-    assert command.has_few_blocks(tiles, call_of(head_dim=128, length=32768))
-    assert not command.has_few_blocks(
-        tiles, call_of(head_dim=128, length=32768)._replace(num_heads=64, num_kv_heads=64)
-    )
+    call = call_of(head_dim=128, length=32768)
+    assert command.has_few_blocks(MosaicForwardTuning(), call)
+    assert not command.has_few_blocks(MosaicForwardTuning(), call._replace(num_heads=64, num_kv_heads=64))
 
 
 @pytest.mark.jax_0_11
@@ -120,10 +108,8 @@ def test_every_setting_that_is_searched_exists(search, head_dim):
     found = variations(search, space.start, space.stages[0], forward, call)
     assert (len(found) > 0) == (search != "fused" or head_dim <= 128)
     for tiles, made in found.items():
-        assert made == (
-            MosaicGpuTuning(search, forward, tiles) if search in ("fused", "split") else MosaicGpuTuning(None, tiles)
-        )
-        assert made == backend_tuning(search, tiles, forward)
+        given = (search, forward, tiles) if search in ("fused", "split") else (None, tiles)
+        assert made == MosaicGpuTuning(*given) == backend_tuning(search, tiles, forward)
 
 
 @pytest.mark.parametrize("timed", ["forward", "forward_backward"])
@@ -142,36 +128,38 @@ def test_a_race_times_what_is_right_and_says_what_is_wrong_or_fails(timed):
     assert re.fullmatch(r"differs by 1\.\de\+00", wrong.refused)
 
 
-def test_what_is_hopelessly_slow_sits_the_rounds_out(monkeypatch):
-    sizes = {"slow": 32, "near": 64, "fast": 128}
+@pytest.fixture
+def race_of_clocks(monkeypatch):
+    """A race of square tiles, of which each has a clock: an iterator of moments."""
+
+    def run(clock_of, *sizes: int) -> list[Trial]:
+        def compile_with_clock(problem, tuning, timed):
+            moments = clock_of(tuning.block_q)
+            return dataclasses.replace(compile_contender(problem, tuning, timed), clock=lambda: next(moments))
+
+        monkeypatch.setattr(race_module, "compile_contender", compile_with_clock)
+        problem = make_problem(SMALL)
+        expected = compile_contender(problem, "reference", "forward").start()
+        candidates = {size: BlockwiseTuning(size, size) for size in sizes}
+        return race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0, hopeless=1.25)
+
+    return run
+
+
+def test_what_is_hopelessly_slow_sits_the_rounds_out(race_of_clocks):
     seconds = {32: 1.5, 64: 1.25, 128: 1.0}
-
-    def compile_with_made_up_clock(problem, tuning, timed):
-        moments = itertools.count(step=seconds[tuning.block_q])
-        return dataclasses.replace(compile_contender(problem, tuning, timed), clock=lambda: next(moments))
-
-    monkeypatch.setattr(race_module, "compile_contender", compile_with_made_up_clock)
-    problem = make_problem(SMALL)
-    expected = compile_contender(problem, "reference", "forward").start()
-    candidates = {name: BlockwiseTuning(size, size) for name, size in sizes.items()}
-    slow, near, fast = race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0, hopeless=1.25)
+    slow, near, fast = race_of_clocks(lambda size: itertools.count(step=seconds[size]), 32, 64, 128)
     assert (slow.seconds, slow.refused) == (None, "takes 1.5 times as long as the fastest")
     assert (near.seconds, near.refused) == (1.25, None)
     assert (fast.seconds, fast.refused) == (1.0, None)
 
 
-def test_a_slow_first_sample_is_taken_again(monkeypatch):
-    def compile_with_made_up_clock(problem, tuning, timed):
+def test_a_slow_first_sample_is_taken_again(race_of_clocks):
+    def clock_of(size):
         # Two runs and a sample, of a second each, but that the first sample of the small tuning takes three.
-        moments = itertools.chain([0, 1, 1, 2, 2, 5 if tuning.block_q == 32 else 3], itertools.count(5))
-        return dataclasses.replace(compile_contender(problem, tuning, timed), clock=lambda: next(moments))
+        return itertools.chain([0, 1, 1, 2, 2, 5 if size == 32 else 3], itertools.count(5))
 
-    monkeypatch.setattr(race_module, "compile_contender", compile_with_made_up_clock)
-    problem = make_problem(SMALL)
-    expected = compile_contender(problem, "reference", "forward").start()
-    candidates = {size: BlockwiseTuning(size, size) for size in (32, 64)}
-    trials = race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0, hopeless=1.25)
-    assert [trial.refused for trial in trials] == [None, None]
+    assert [trial.refused for trial in race_of_clocks(clock_of, 32, 64)] == [None, None]
 
 
 def test_a_difference_is_the_worst_arrays_and_nan_stays():
@@ -203,27 +191,25 @@ def test_the_incumbent_keeps_its_place_unless_another_is_clearly_faster():
 
 def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monkeypatch, capsys):
     start, stages = BlockwiseTuning(64, 128), ({"block_q": (64, 128)}, {"block_kv": (64, 128)})
-    tried = {
-        "forward": SearchSpace(start, stages),
-        "few_blocks": SearchSpace(start, stages[:1]),
-        "fused": SearchSpace(start, ({},)),
-        "split": SearchSpace(start, ({},)),
-    }
+    tried = {"forward": SearchSpace(start, stages), "few_blocks": SearchSpace(start, stages[:1])}
+    tried |= dict.fromkeys(("fused", "split"), SearchSpace(start, ({},)))
 
     def all_variations(search, tiles, settings, forward, call):
         combinations = itertools.product(*settings.values())
         return {(t := dataclasses.replace(tiles, **dict(zip(settings, c, strict=True)))): t for c in combinations}
 
-    monkeypatch.setattr(command, "SEARCH_SPACES", tried)
-    monkeypatch.setattr(command, "variations", all_variations)
     known = {"forward": (BlockwiseTuning(64, 64), BlockwiseTuning(128, 128))}
-    monkeypatch.setattr(
-        command, "known_tiles", lambda search, tiles, forward, call: {t: t for t in (tiles, *known.get(search, ()))}
-    )
-    monkeypatch.setattr(command, "backend_tuning", lambda search, tiles, forward: tiles)
-    monkeypatch.setattr(command, "unsupported_reason", lambda call: None)
-    monkeypatch.setattr(command, "tiles_to_begin_with", lambda search, call: tried[search].start)
-    monkeypatch.setattr(command, "has_few_blocks", lambda tiles, call: False)
+    stubs = {
+        "SEARCH_SPACES": tried,
+        "variations": all_variations,
+        "known_tiles": lambda search, tiles, forward, call: {t: t for t in (tiles, *known.get(search, ()))},
+        "backend_tuning": lambda search, tiles, forward: tiles,
+        "unsupported_reason": lambda call: None,
+        "tiles_to_begin_with": lambda search, call: tried[search].start,
+        "has_few_blocks": lambda tiles, call: False,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(command, name, stub)
     for search in tried:
         monkeypatch.setitem(table.SECTIONS, search, (search.upper(), BlockwiseTuning))
     monkeypatch.setitem(CASES, "small", SMALL)
@@ -241,26 +227,22 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     assert written.read_text() == table.render(rows)
     assert "forward 1: 2 candidates" in out
     assert "small, few_blocks: not searched" in out
-    assert command.main(dataclasses.replace(arguments, searches=("split",))) == 0
-    assert {row["search"] for row in read_rows(output)[len(rows) :]} == {"split"}
 
-    num_rows = len(read_rows(output))
+    def searched(*searches: str, settings=None) -> set:
+        num_rows = len(read_rows(output))
+        assert command.main(dataclasses.replace(arguments, searches=searches, settings=settings)) == 0
+        return {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]}
+
+    assert searched("split") == {("split", 0)}
+    assert searched("forward", "fused", settings=("block_kv",)) == {("forward", "known"), ("forward", 1)}
     monkeypatch.setattr(command, "has_few_blocks", lambda tiles, call: True)
-    assert command.main(dataclasses.replace(arguments, searches=("few_blocks",))) == 0
-    assert {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]} == {("few_blocks", 0)}
-
-    num_rows = len(read_rows(output))
-    assert command.main(dataclasses.replace(arguments, searches=("forward", "fused"), settings=("block_kv",))) == 0
-    assert {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]} == {
-        ("forward", "known"),
-        ("forward", 1),
-    }
-    with pytest.raises(
-        ValueError, match=r"\['block'\] are tried by none of .* forward; expected some of block_q, block_kv$"
+    assert searched("few_blocks") == {("few_blocks", 0)}
+    for searches, settings, told in (
+        ("forward", "block", r"none of .* forward; expected some of block_q, block_kv$"),
+        ("split", "block_q", "none of the searches split; expected some of"),
     ):
-        dataclasses.replace(arguments, searches=("forward",), settings=("block",))
-    with pytest.raises(ValueError, match=r"\['block_q'\] are tried by none of the searches split; expected some of"):
-        dataclasses.replace(arguments, searches=("split",), settings=("block_q",))
+        with pytest.raises(ValueError, match=rf"\['{settings}'\] are tried by {told}"):
+            dataclasses.replace(arguments, searches=(searches,), settings=(settings,))
 
     monkeypatch.undo()
     output.write_text("")
@@ -331,31 +313,27 @@ def test_every_call_has_tiles(head_dim):
 
 
 def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
-    rows = {
-        TunedCall(64, "causal", 4096): MosaicForwardTuning(num_l2_heads=1),
-        TunedCall(64, "causal", 32768): MosaicForwardTuning(num_l2_heads=2),
-        TunedCall(64, "window", 32768): MosaicForwardTuning(num_l2_heads=3),
-        TunedCall(128, "packed", 32768): MosaicForwardTuning(num_l2_heads=4),
-        TunedCall(128, "causal", 4096): MosaicForwardTuning(num_l2_heads=5),
-        TunedCall(128, "narrow_window", 256): MosaicForwardTuning(num_l2_heads=6),
-        TunedCall(128, "narrow_window", 1024): MosaicForwardTuning(num_l2_heads=7),
-        TunedCall(256, "causal", 4096): MosaicForwardTuning(num_l2_heads=8),
-        TunedCall(256, "causal", 32768): MosaicForwardTuning(num_l2_heads=9),
-    }
+    kept = [(64, "causal", 4096), (64, "causal", 32768), (64, "window", 32768), (128, "packed", 32768)]
+    kept += [(128, "causal", 4096), (128, "narrow_window", 256), (128, "narrow_window", 1024)]
+    kept += [(256, "causal", 4096), (256, "causal", 32768)]
+    rows = {TunedCall(*key): MosaicForwardTuning(num_l2_heads=number) for number, key in enumerate(kept, start=1)}
     monkeypatch.setattr(tunings, "FORWARD", rows)
-    assert resolve(None, call_of(length=8192)).forward_tiles.num_l2_heads == 1
-    assert resolve(None, call_of(length=16384)).forward_tiles.num_l2_heads == 2
-    assert resolve(None, call_of(length=64, mask=LocalMask(7, 0))).forward_tiles.num_l2_heads == 3
-    for window, expected in ((1, 6), (256, 6), (500, 6), (512, 7), (2048, 7)):  # as near to both: the longer one
-        call = call_of(head_dim=128, length=64, mask=LocalMask(window - 1, 0))
-        assert resolve(None, call).forward_tiles.num_l2_heads == expected
-    for length, expected in ((4096, 8), (32768, 9)):  # a window's length says nothing beside rows'
-        call = call_of(head_dim=256, length=length, mask=LocalMask(127, 0))
-        assert resolve(None, call).forward_tiles.num_l2_heads == expected
-    assert resolve(None, call_of(head_dim=128, length=64, mask=LocalMask(2048, 0))).forward_tiles.num_l2_heads == 5
-    assert resolve(None, call_of(length=64, mask=FullMask())).forward_tiles.num_l2_heads == 1
-    assert resolve(None, call_of(head_dim=80, length=64, packed=True)).forward_tiles.num_l2_heads == 4
-    assert resolve(None, call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))).forward_tiles.num_l2_heads == 5
+    for expected, call in (
+        (1, {"length": 8192}),
+        (2, {"length": 16384}),
+        (3, {"length": 64, "mask": LocalMask(7, 0)}),
+        # A window as near to two: the longer one.
+        *((6, {"head_dim": 128, "length": 64, "mask": LocalMask(window - 1, 0)}) for window in (1, 256, 500)),
+        *((7, {"head_dim": 128, "length": 64, "mask": LocalMask(window - 1, 0)}) for window in (512, 2048)),
+        # A window's length says nothing beside rows'.
+        (8, {"head_dim": 256, "length": 4096, "mask": LocalMask(127, 0)}),
+        (9, {"head_dim": 256, "length": 32768, "mask": LocalMask(127, 0)}),
+        (5, {"head_dim": 128, "length": 64, "mask": LocalMask(2048, 0)}),
+        (1, {"length": 64, "mask": FullMask()}),
+        (4, {"head_dim": 80, "length": 64, "packed": True}),
+        (5, {"head_dim": 128, "length": 1 << 20, "mask": LocalMask(7, 7)}),
+    ):
+        assert resolve(None, call_of(**call)).forward_tiles.num_l2_heads == expected, call
 
 
 def test_a_backwards_tiles_are_those_of_its_form(monkeypatch):

@@ -104,7 +104,7 @@ def test_a_named_backend_on_the_wrong_platform_raises():
 
 def test_every_backend_of_the_tables_has_its_functions():
     for backend in BACKENDS:
-        names = (backend.differentiable,) if backend.differentiable else ("resolve", "forward", "backward")
+        names = (backend.differentiable,) if backend.differentiable else ("resolve", "fwd", "bwd")
         for name in ("unsupported_reason", *names):
             assert callable(getattr(backend.load(), name)), (backend.name, name)
     for backend in DECODE_BACKENDS:
@@ -133,11 +133,11 @@ def test_a_backward_starts_from_the_whole_rows_lse(mask, rng):
 
     parts = [part(slice(0, 50)), part(slice(50, 96))]
     tuning = blockwise.resolve(None, parts[0][1])
-    outputs, lses = zip(*(blockwise.forward(inputs, call, tuning) for inputs, call in parts), strict=True)
+    outputs, lses = zip(*(blockwise.fwd(inputs, call, tuning) for inputs, call in parts), strict=True)
     lse = jnp.logaddexp(*lses)
     output = sum(out * jnp.exp(own - lse)[..., None] for out, own in zip(outputs, lses, strict=True))
     cotangent = Cotangent.of(output, lse, d_output)
-    gradients = [blockwise.backward(inputs, call, tuning, cotangent) for inputs, call in parts]
+    gradients = [blockwise.bwd(inputs, call, tuning, cotangent) for inputs, call in parts]
     attend = functools.partial(dot_product_attention, mask=mask, implementation="reference")
     expected, vjp = jax.vjp(attend, query, key, value)
     (d_query, d_key, d_value), (d_query_2, d_key_2, d_value_2) = gradients

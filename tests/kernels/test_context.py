@@ -19,8 +19,8 @@ from kernels.context import (
     plan_context,
     shard_sequence,
 )
-from kernels.context.costs import exchange_cost, links_of
-from kernels.context.exchanges.halo import unused_id
+from kernels.context.costs import exchange_cost, memory_bytes
+from kernels.context.exchanges.halo import Runs, unused_id
 from kernels.context.exchanges.ring import add_sinks
 
 CAUSAL, WINDOW = CausalMask(), CausalMask() & LocalMask(4095, 0)
@@ -61,17 +61,11 @@ def on_ranks(num_ranks, function, *arguments):
 @pytest.mark.parametrize(("sequence_sharding", "num_runs"), [("contiguous", 1), ("zigzag", 2)])
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_halo_moves_nothing_but_the_windows_neighbours(sequence_sharding, num_runs, num_ranks):
-    from kernels.call import AttentionInputs
-    from kernels.context.exchanges.halo import Halo
-
     length, num_tokens = 4096, 256
     call = call_of(CausalMask() & LocalMask(200, 0), length=length, num_ranks=num_ranks)
     split = Split.of("context", num_ranks, sequence_sharding, length)
 
-    def collect(x):
-        return Halo(AttentionInputs(x, x, x), call, split).keys((x,))[0]
-
-    text = on_ranks(num_ranks, collect, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
+    text = on_ranks(num_ranks, Runs(call, split).with_halos, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
     moved = [line for line in text.splitlines() if "ppermute" in line]
     # A run gets its neighbour's last tokens, in whole tiles. Two halves of a zigzag may come from different slots.
     assert num_runs <= len(moved) <= num_runs + (sequence_sharding == "zigzag")
@@ -83,31 +77,22 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(sequence_sharding, num_
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "sequence_sharding", "mask", "received", "exposed_s"),
-    # Of attention alone on four GPUs: context_attention_h100.jsonl, and of windows context_attention_h200.jsonl. The
-    # halo was read from the neighbours' memory.
+    ("name", "sequence_sharding", "mask", "received"),
+    # Of attention alone on four GPUs, without remat: context_attention_h100.jsonl, and of windows
+    # context_attention_h200.jsonl. The halo was read from the neighbours' memory.
     [
-        ("NVIDIA H100 80GB HBM3", "all_to_all", "contiguous", CAUSAL, 806_879_232, 0.00338),
-        ("NVIDIA H100 80GB HBM3", "all_gather", "zigzag", CAUSAL, 2_415_919_104, 0.01023),
-        ("NVIDIA H100 80GB HBM3", "ring", "zigzag", CAUSAL, 3_221_880_832, 0.02262),
-        ("NVIDIA H200", "halo", "contiguous", WINDOW, 67_108_864, 0.00052),
-        ("NVIDIA H200", "all_gather", "contiguous", WINDOW, 301_989_888, 0.00279),
-        ("NVIDIA H200", "all_gather", "zigzag", WINDOW, 603_979_776, 0.00398),
+        ("all_to_all", "contiguous", CAUSAL, 806_879_232),
+        ("all_gather", "zigzag", CAUSAL, 2_415_919_104),
+        ("ring", "zigzag", CAUSAL, 3_221_880_832),
+        ("halo", "contiguous", WINDOW, 67_108_864),
+        ("all_gather", "contiguous", WINDOW, 301_989_888),
+        ("all_gather", "zigzag", WINDOW, 603_979_776),
     ],
 )
-def test_the_cost_model_stays_near_the_traces_that_it_was_fitted_to(
-    kind, name, sequence_sharding, mask, received, exposed_s
-):
-    call = call_of(mask, num_ranks=4, kind=kind)
-    cost = exchange_cost(name, call, Split.of("context", 4, sequence_sharding, 131_072, None), remat=False)
+def test_the_bytes_that_are_received_are_those_of_traces(name, sequence_sharding, mask, received):
+    split = Split.of("context", 4, sequence_sharding, 131_072, None)
+    cost = exchange_cost(name, call_of(mask, num_ranks=4), split, remat=False)
     assert sum(cost.received_bytes) == pytest.approx(received, rel=1e-3)
-    assert cost.exposed_seconds == pytest.approx(exposed_s, rel=0.15)
-
-
-def test_the_cost_model_stays_near_the_trace_of_a_halo_that_xla_sends():
-    split = Split.of("context", 4, "contiguous", 131_072)  # nobody says that the ranks reach each other's memory
-    cost = exchange_cost("halo", call_of(WINDOW, num_ranks=4), split, remat=False)
-    assert cost.exposed_seconds == pytest.approx(0.00067, rel=0.15)
 
 
 def test_an_id_that_no_token_has_is_found_even_at_the_ends_of_int32(rng):
@@ -120,17 +105,42 @@ def test_an_id_that_no_token_has_is_found_even_at_the_ends_of_int32(rng):
     assert found.tolist() == [lowest + 5, lowest + 2]
 
 
-def test_the_exchange_that_takes_least_time_is_chosen():
+@pytest.mark.parametrize(
+    ("mask", "has_documents", "num_ranks", "reach_each_other", "sequence_sharding", "exchange"),
+    # The fastest rows of context_attention_h*.jsonl and train_meshes_h*.jsonl.
+    [
+        (CAUSAL, False, 2, True, "contiguous", "all_to_all"),
+        (CAUSAL, False, 4, True, "contiguous", "all_to_all"),
+        (WINDOW, False, 4, True, "contiguous", "halo"),
+        (WINDOW, False, 4, False, "contiguous", "halo"),
+        (CAUSAL, True, 2, True, "balanced", "peer"),
+        (CAUSAL, True, 4, True, "balanced", "peer"),
+        (CAUSAL, True, 2, False, "contiguous", "all_to_all"),
+        (CAUSAL, True, 4, False, "contiguous", "all_to_all"),
+    ],
+)
+def test_the_exchange_that_was_fastest_is_chosen(
+    mask, has_documents, num_ranks, reach_each_other, sequence_sharding, exchange
+):
+    call = call_of(mask, num_ranks=num_ranks, has_segment_ids=has_documents)
+    refusal = None if reach_each_other else "is for GPUs that reach each other"
+    plan = plan_context({call: 12.0}, "context", num_ranks, peer_refusal=refusal)
+    assert (plan.sequence_sharding, plan.exchanges[0].name) == (sequence_sharding, exchange)
+
+
+def test_heads_that_do_not_divide_are_gathered():
     split = Split.of("context", 8, "zigzag", 131_072)
-    # Heads divide, and every rank's kernel sees whole rows.
     assert choose_exchange(call_of(), split).name == "all_to_all"
     # Three key/value heads don't divide by eight, nor eight by three.
-    odd = call_of(num_heads=12, num_kv_heads=3)
-    chosen = choose_exchange(odd, split)
-    assert chosen.name in ("all_gather", "ring")
+    chosen = choose_exchange(call_of(num_heads=12, num_kv_heads=3), split)
+    assert chosen.name == "all_gather"
     assert "12 don't divide by 8 ranks" in chosen.refusals["all_to_all"]
-    # A window needs its neighbours alone.
-    assert choose_exchange(call_of(WINDOW), Split.of("context", 8, "contiguous", 131_072)).name == "halo"
+
+
+@pytest.mark.parametrize(("reach", "exchange"), [(16_384, "halo"), (16_385, "all_to_all")])
+def test_a_window_past_the_neighbours_gets_whole_sequences(reach, exchange):
+    split = Split.of("context", 8, "contiguous", 131_072)
+    assert choose_exchange(call_of(CausalMask() & LocalMask(reach, 0)), split).name == exchange
 
 
 def test_keys_that_do_not_fit_travel_round_a_ring():
@@ -178,7 +188,7 @@ def test_a_named_exchange_is_used_or_refused_with_the_reason():
         ValueError, match="exchange='rings' is not one of all_gather, peer, halo, ring, all_to_all, or None"
     ):
         choose_exchange(call_of(), split, "rings")
-    with pytest.raises(ValueError, match="would be all of the row"):
+    with pytest.raises(ValueError, match="would be all of the sequence"):
         choose_exchange(call_of(CausalMask() & LocalMask(130_000, 0)), split, "halo")
 
 
@@ -209,16 +219,18 @@ def test_calls_of_one_mask_weigh_together_by_the_features_of_their_heads(monkeyp
         "kernels.context.plan.choose_sequence_sharding",
         lambda masks, *_, **__: weighed.append(dict(masks)) or "balanced",
     )
-    call = functools.partial(call_of, length=2048)
-    calls = {call(): 4.0, call(WINDOW): 20.0, call(num_kv_heads=8): 3.0, call(head_dim=256): 1.5}
+    # None of these heads divide by eight, so that no call gets whole sequences.
+    call = functools.partial(call_of, length=2048, num_heads=12, num_kv_heads=12)
+    calls = {call(): 4.0, call(WINDOW): 20.0, call(num_kv_heads=3): 3.0, call(head_dim=256): 1.5}
     assert len(plan_context(calls, "context", 8).exchanges) == 4
     assert weighed == [{CAUSAL: 10.0, WINDOW: 20.0}]
 
 
-def test_every_accelerator_that_we_know_has_links():
-    for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "TPU v4", "TPU v5", "TPU v6 lite"):
-        assert links_of(Target("gpu", kind)).bytes_per_s > 40e9
-    assert links_of(Target("tpu", "TPU v5")).is_torus
+@pytest.mark.parametrize(
+    ("kind", "size"), [("NVIDIA H200", 141e9), ("NVIDIA H100 80GB HBM3", 80e9), ("TPU v5", 95e9), ("TPU v5 lite", 16e9)]
+)
+def test_the_memory_of_accelerators_is_known(kind, size):
+    assert memory_bytes(Target("gpu", kind)) == size
 
 
 def test_sharded_tokens_without_their_order_are_refused():

@@ -205,8 +205,8 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
 
     def lower() -> str:
         def run(inputs):
-            output, lse = mosaic_gpu.forward(inputs, call, tuning)
-            return mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+            output, lse = mosaic_gpu.fwd(inputs, call, tuning)
+            return mosaic_gpu.bwd(inputs, call, tuning, Cotangent.of(output, lse, output))
 
         return jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -225,8 +225,8 @@ def test_matrices_of_whole_eights_of_rows_are_not_copied(length, is_padded, back
     tuning = resolve(MosaicGpuTuning(backward), call)
 
     def run(inputs):
-        output, lse = mosaic_gpu.forward(inputs, call, tuning)
-        return mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+        output, lse = mosaic_gpu.fwd(inputs, call, tuning)
+        return mosaic_gpu.bwd(inputs, call, tuning, Cotangent.of(output, lse, output))
 
     text = jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
     of_matrices = [line for line in text.splitlines() if "stablehlo.pad" in line and "x2x64xbf16" in line]
@@ -240,7 +240,7 @@ def test_layers_that_are_alike_are_lowered_once():
 
     def layers(inputs):
         for _ in range(3):
-            output, _ = mosaic_gpu.forward(inputs, call, tuning)
+            output, _ = mosaic_gpu.fwd(inputs, call, tuning)
             inputs = inputs._replace(query=output)
         return inputs.query
 
@@ -259,9 +259,9 @@ def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
 
     def both(value):
         of_value = inputs._replace(value=value)
-        output, lse = mosaic_gpu.forward(of_value, call, tuning)
+        output, lse = mosaic_gpu.fwd(of_value, call, tuning)
         cotangent = Cotangent.of(output, lse, output, jnp.zeros_like(lse))
-        return output, lse, mosaic_gpu.backward(of_value, call, tuning, cotangent)
+        return output, lse, mosaic_gpu.bwd(of_value, call, tuning, cotangent)
 
     values = jnp.asarray(rng.standard_normal((2, *inputs.value.shape)), inputs.value.dtype)
     for found, *expected in zip(*map(jax.tree.leaves, (jax.vmap(both)(values), *map(both, values))), strict=True):
@@ -301,7 +301,7 @@ def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
         inputs, call = make_call(query, key, value, CausalMask(), query_positions=positions, return_lse=True)
         call, inputs = call._replace(target=H200), inputs._replace(num_keys=num_keys)
         tuning = resolve(MosaicGpuTuning(backward_tiles=tiles, interpret=True), call)
-        return mosaic_gpu.backward(inputs, call, tuning, Cotangent(d_output, lse, delta))
+        return mosaic_gpu.bwd(inputs, call, tuning, Cotangent(d_output, lse, delta))
 
     block = tiles.block_kv
     num_read = -(-num_keys.max() // block) * block
@@ -324,7 +324,7 @@ def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
     tuning = resolve(MosaicGpuTuning(interpret=True), call)
     outputs = []
     for distance[0] in (40, 300):
-        output, _ = mosaic_gpu.forward(inputs, call, tuning)
+        output, _ = mosaic_gpu.fwd(inputs, call, tuning)
         expected = dot_product_attention(
             *inputs[:3], CausalMask() & LocalMask(distance[0] - 1, 0), implementation="reference"
         )
@@ -344,8 +344,8 @@ def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list
         return size
 
     def run(inputs):
-        output, lse = mosaic_gpu.forward(inputs, call, tuning)
-        return mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+        output, lse = mosaic_gpu.fwd(inputs, call, tuning)
+        return mosaic_gpu.bwd(inputs, call, tuning, Cotangent.of(output, lse, output))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(core, "_smem_tree_size", record)
@@ -406,6 +406,7 @@ def test_the_best_tunings_known_serve(head_dim, value_dim, given):
                 call = call._replace(q_len=length)
                 for tuning in (None, MosaicGpuTuning("split")):
                     resolved = resolve(tuning, call)
+                    assert None not in (resolved.forward_tiles, resolved.backward_tiles)
                     assert mosaic_gpu.unsupported_reason(call, resolved) is None
 
 
@@ -446,8 +447,8 @@ def test_positions_in_runs_are_those_of_each_token(has_documents, rng):
 
     def run_all(call):
         tuning = resolve(MosaicGpuTuning(interpret=True), call)
-        output, lse = mosaic_gpu.forward(inputs, call, tuning)
-        return output, lse, *mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, arrays[3]))
+        output, lse = mosaic_gpu.fwd(inputs, call, tuning)
+        return output, lse, *mosaic_gpu.bwd(inputs, call, tuning, Cotangent.of(output, lse, arrays[3]))
 
     call = call._replace(target=H200)
     for one, other in zip(run_all(call), run_all(call._replace(position_run=run)), strict=True):

@@ -23,7 +23,7 @@ from kernels.call import AttentionInputs
 from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, plan_context, shard_sequence
 from kernels.context.attention import local_call
 from kernels.context.exchanges.peer import KeyRows
-from kernels.context.exchanges.peer import local_call as call_of_kernel
+from kernels.context.exchanges.peer import kernel_call as call_of_kernel
 from kernels.plan import make_rows
 from layers import GPTConfig
 from tests.fresh_inputs import run_on_fresh_inputs

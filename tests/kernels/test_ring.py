@@ -85,10 +85,9 @@ def test_gradients_come_home_from_any_rank(num_ranks):
     ranks = jnp.arange(num_ranks)
 
     def there_and_back(rank, num_hops):
-        ring = object.__new__(Ring)
-        ring.split, ring.num_hops = split, num_hops
-        there = jax.lax.fori_loop(1, num_hops, lambda _, x: ring._to_next(x), rank)
-        return there, ring._home(there)
+        ring = Ring(split, num_hops)
+        there = jax.lax.fori_loop(1, num_hops, lambda _, x: ring.to_next(x), rank)
+        return there, ring.home(there)
 
     on_ranks = jax.jit(jax.vmap(there_and_back, in_axes=(0, None), axis_name="context"))
     for num_hops in range(2, num_ranks + 1):
@@ -97,7 +96,7 @@ def test_gradients_come_home_from_any_rank(num_ranks):
         assert back.tolist() == ranks.tolist()
 
 
-def test_the_cost_model_knows_that_documents_end():
+def test_documents_that_end_are_counted_in_the_bytes():
     split = Split.of("context", 64, "contiguous", 2**20)
     rows, packed = (
         exchange_cost("ring", call_of(length=2**20, num_ranks=64, has_segment_ids=has), split).received_bytes

@@ -206,8 +206,8 @@ for head_dim, capability, *tiles in json.loads(sys.argv[1]):
     tuning = TritonTuning("split", *(TritonTiles(*each) for each in tiles))
 
     def run(inputs):
-        output, lse = triton.forward(inputs, call, tuning)
-        return triton.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+        output, lse = triton.fwd(inputs, call, tuning)
+        return triton.bwd(inputs, call, tuning, Cotangent.of(output, lse, output))
 
     allocated.append({})
     jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",))
@@ -274,4 +274,6 @@ def test_the_tiles_of_every_gpu_are_not_refused(capability, head_dim, monkeypatc
         _, call = call_of(CausalMask(), head_dim=head_dim, target=Target("gpu", "a GPU", capability))
         call = call._replace(q_len=q_len)
         assert select_backend(call, "triton").name == "triton"
-        assert None not in dataclasses.astuple(resolve(None, call))
+        resolved = resolve(None, call)
+        assert None not in dataclasses.astuple(resolved)
+        assert select_backend(call, resolved).name == "triton"

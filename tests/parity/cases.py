@@ -160,7 +160,7 @@ def whole_matrix(seed: int) -> Iterator[Case]:
     """Every mesh of eight devices × exchange × attention × accumulation × loss chunk in float64, and every mesh ×
     exchange × attention in float32. The rest of each case is drawn.
 
-    Refusals are cells like any other. An exchange of None, the cost model's choice for each mask, is a column where
+    Refusals are cells like any other. An exchange of None, the choice for each mask, is a column where
     masks differ. A mixture of experts has every mesh × exchange × accumulation × loss chunk, with some attention that
     the exchange serves. It has no float32: of thousands of tokens one may be so near to another expert that rounding
     sends it there.

@@ -43,7 +43,7 @@ class Bound(NamedTuple):
     """A condition on a number."""
 
     is_broken: Callable[[float], bool]
-    """NaN breaks no bound: `check_numbers` refuses it."""
+    """Returns True for a number that is refused; `check_numbers` refuses NaN in any case."""
     text: str
     """The end of the message that refuses a number."""
 

@@ -207,7 +207,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ContextConfig:
-    """Attention over mesh.context, chosen by a cost model where nothing is said."""
+    """Attention over mesh.context, chosen for each mask where no name is given."""
 
     exchange: Exchange | None = option(None, "free")
     """How ranks get each other's keys. all_gather: all ranks get the keys that any other rank needs; peer: up to four

@@ -4,12 +4,12 @@ from trainer.data.batch_reader import BatchShare
 from trainer.data.batches import make_batches, make_train_iterator
 from trainer.data.corpora import Corpus, load_corpus
 from trainer.data.documents import Documents
-from trainer.data.errors import DataError
 from trainer.data.packing import PackedSequences
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.data.train_iterator import TrainIterator
 from trainer.data.validation_set import ValidationSet
+from trainer.errors import DataError
 
 __all__ = [
     "BatchShare",

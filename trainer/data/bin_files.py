@@ -20,11 +20,11 @@ from jaxtyping import Int64, UInt64
 from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, BinLayout, describe_assumptions, read_layout
 from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile, printable
 from trainer.data.megatron_index import read_boundaries
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.token_files import TokenFile, open_tokens, reopening_files
+from trainer.errors import DataError
 
 _ENTRY_FORMAT = 3
 _TOKENS_READ_AT_ONCE = 2**24
@@ -51,7 +51,7 @@ def open_bin_files(
     Args:
         files: the files, in order.
         delimiters: the tokens that begin and end documents.
-        cache: keeps the places of the documents.
+        cache: keeps the bounds of the documents.
         on_progress: called with a line about what is assumed of files without a header, and about each file that is
             read through.
 
@@ -168,15 +168,15 @@ def _scan(
             found.append(start + np.flatnonzero(part == token))
         largest = max(largest, int(part.max()))
         digest.update(part.data)
-    places = np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
+    indices = np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
     cuts = np.zeros(0, np.int64) if boundaries is None else boundaries
-    return _Scan(_documents_between(places, cuts, len(tokens)), largest, len(places) > 0)
+    return _Scan(_documents_between(indices, cuts, len(tokens)), largest, len(indices) > 0)
 
 
-def _documents_between(places: Int64[np.ndarray, " E"], cuts: Int64[np.ndarray, " C"], num_tokens: int) -> np.ndarray:
-    """The documents between the tokens in some places, which belong to none, and between cuts, which have no token."""
-    starts = np.sort(np.concatenate([[0], places + 1, cuts]))
-    lengths = np.sort(np.concatenate([places, cuts, [num_tokens]])) - starts
+def _documents_between(indices: Int64[np.ndarray, " E"], cuts: Int64[np.ndarray, " C"], num_tokens: int) -> np.ndarray:
+    """The documents between the tokens at some indices, which belong to none, and between cuts, which have no token."""
+    starts = np.sort(np.concatenate([[0], indices + 1, cuts]))
+    lengths = np.sort(np.concatenate([indices, cuts, [num_tokens]])) - starts
     table = np.zeros(int((lengths > 0).sum()), DOCUMENT_DTYPE)
     table["start"], table["length"], table["num_bytes"] = starts[lengths > 0], lengths[lengths > 0], -1
     return table

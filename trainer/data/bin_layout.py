@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt16
 
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile, printable
 from trainer.data.formats import HEAD_BYTES, NUMPY, find_format
 from trainer.data.megatron_index import find_index, read_dtype
+from trainer.errors import DataError
 
 _LLMC_HEADER_BYTES = 256 * 4
 # Enough to tell ids from other numbers, and read soon even of thousands of files.

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile
 from trainer.data.formats import HEAD_BYTES, find_format, find_wide_encoding
+from trainer.errors import DataError
 
 _BUFFER_BYTES = 2**16
 # Four bytes may stand for a block of 128 KiB, so these stand for 128 MiB at most.

@@ -18,7 +18,6 @@ from trainer.data.bin_files import BinFiles, check_ids, open_bin_files
 from trainer.data.bin_layout import default_end_of_document_id
 from trainer.data.delimiters import NONE, Delimiters
 from trainer.data.documents import Documents, TokenizedFiles
-from trainer.data.errors import DataError
 from trainer.data.files import find_files
 from trainer.data.readers import read_text
 from trainer.data.stdlib import find_stdlib_files
@@ -26,6 +25,7 @@ from trainer.data.token_cache import OnProgress, TokenCache
 from trainer.data.tokenization import document_hash, encode_documents, tokenize_files
 from trainer.data.tokenizers import PretokenizedIds, Tokenizer, load_tokenizer
 from trainer.data.unigram import UnigramEstimate, estimate_unigram_entropy
+from trainer.errors import DataError
 
 # The tokenizer, the training files, and the validation files if the user has named them.
 _Loaded = tuple[Tokenizer, TokenizedFiles, TokenizedFiles | None]

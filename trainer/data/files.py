@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.data.errors import DataError
+from trainer.errors import DataError
 
 _READ_AT_ONCE = 2**20
 _FILE_TYPES = {

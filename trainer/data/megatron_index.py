@@ -2,7 +2,7 @@
 
 The file (https://github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py) is little-endian: 9 bytes of
 magic, version 1 as uint64, the type's code as uint8, the numbers of sequences and of document boundaries as uint64;
-then int32 lengths of the sequences, their int64 places in the `.bin` in bytes, and the int64 boundaries, each the
+then int32 lengths of the sequences, their int64 offsets in the `.bin` in bytes, and the int64 boundaries, each the
 number of sequences before a document.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile
+from trainer.errors import DataError
 
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.content import open_content
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile
 from trainer.data.formats import HEAD_BYTES, find_format, find_wide_encoding
+from trainer.errors import DataError
 
 # A text file, of which a few copies are in memory while it is tokenized, and a line of JSON, whose text Python holds
 # with up to 4 bytes for each character.

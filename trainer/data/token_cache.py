@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile
 from trainer.data.token_files import TokenFile, open_tokens
+from trainer.errors import DataError
 
 # Called with a line about work that takes long.
 OnProgress = Callable[[str], None]

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
-from trainer.data.errors import DataError
 from trainer.data.readers import read_documents
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.tokenizers import Tokenizer, token_dtype
+from trainer.errors import DataError
 
 # Part of every key. It changes with the layout of entries and with the rules by which documents are cut.
 _ENTRY_FORMAT = 3

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data.errors import DataError
 from trainer.data.files import read_at_most
+from trainer.errors import DataError
 
 MAX_FILE_BYTES = 2**28
 """Of either file. Published ones have up to 35 MB."""

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from trainer.data.errors import DataError
+from trainer.errors import DataError
 
 # The other files of a tokenizer in published folders: SentencePiece's, tiktoken's and transformers' own.
 _OTHER_FILE = re.compile(

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.data.delimiters import NONE, Delimiters
-from trainer.data.errors import DataError
 from trainer.data.files import read_at_most
 from trainer.data.partial_characters import (
     byte_level_bytes,
@@ -30,6 +29,7 @@ from trainer.data.tokenizer_file import (
     without_spelling,
 )
 from trainer.data.tokenizer_path import require_tokenizer_file
+from trainer.errors import DataError
 
 # Far above any published one; a table of that many entries is still small.
 _MAX_VOCAB_SIZE = 2**24

@@ -10,8 +10,8 @@ from typing import Any
 
 from trainer.data.batch_reader import BatchShare
 from trainer.data.delimiters import Delimiters
-from trainer.data.errors import DataError
 from trainer.data.packing import PackedSequences
+from trainer.errors import DataError
 
 # Half of what grain can count, so that no place is near the end of its endless stream.
 _MAX_POSITION = 2**62

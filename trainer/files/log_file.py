@@ -41,7 +41,7 @@ class LogWrites:
             self.failure = error.strerror or str(error)
         else:
             self.failure = None
-        # Told last: the console may fail too, and everything must be in order then.
+        # The warning comes last: the console may fail too, and everything must be in order then.
         if self.failure and not before:
             self._console.warning(
                 f"{self._path} can't be written: {self.failure}; training goes on, and the next write tries again"

@@ -34,8 +34,6 @@ class ExchangePlan:
     """Bytes that a device receives in a layer, forward and backward."""
     held_bytes: int
     """Bytes that a device holds at most, of other ranks' keys and values or their gradients."""
-    seconds: dict[str, float]
-    """Of a layer, forward and backward, by each exchange that serves it: the cost model's."""
     refusals: dict[str, str]
     """Name and reason of each exchange that doesn't."""
     is_of_few_gpus: bool = False
@@ -138,7 +136,6 @@ def plan_attention(config: TrainConfig, mesh: Mesh, context: ContextPlan | None)
                 sequence_sharding,
                 (round(cost.received_bytes[0]), round(cost.received_bytes[1])),
                 round(cost.held_bytes),
-                {name: each.seconds for name, each in chosen.costs.items()},
                 dict(chosen.refusals.items()),
                 target.platform == "gpu" and mesh.size <= peer_memory.MOST_RANKS,
             )
@@ -174,11 +171,9 @@ def _describe_exchange(plan: ExchangePlan | None) -> list[str]:
     if plan is None:
         return []
     forward, backward = map(format_bytes, plan.received_bytes)
-    seconds = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in plan.seconds.items())
     sequence_sharding = plan.sequence_sharding.replace("_", " ")
     return [
         f"  {plan.name}, {sequence_sharding} tokens: a device receives {forward} forward, {backward} backward a layer",
-        f"  the cost model's time of a layer: {seconds}",
     ]
 
 

@@ -20,7 +20,7 @@ def lay_out(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
     """Places devices on a mesh.
 
     Args:
-      devices: as many as the shape has places; a topology's count as well.
+      devices: as many as the shape holds; a topology's count as well.
       shape: the size of each axis, the axis that talks least first.
 
     Returns:

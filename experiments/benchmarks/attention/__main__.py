@@ -146,7 +146,7 @@ def measure(name: str, case: Case, arguments: AttentionArguments) -> list[dict[s
 
 
 def headings(case: Case, arguments: AttentionArguments) -> tuple[str, ...]:
-    """Of the printed table of a case."""
+    """Headings of the printed table of a case."""
     baseline = arguments.chosen.baseline
     if arguments.check:
         return ("backend", *(f"{quantity}: rms (× {baseline}), largest" for quantity in quantities(case)))

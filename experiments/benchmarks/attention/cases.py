@@ -26,7 +26,7 @@ class Case:
       document_spread: standard deviation of the lengths' logarithm; 0 for documents of one length.
       kv_length: number of keys; None for as many as queries.
       value_dim: head dim of values and outputs; None for `head_dim`.
-      has_sinks: whether each query head has an attention sink.
+      has_sinks: each query head has an attention sink.
     """
 
     batch: int
@@ -161,7 +161,7 @@ class Problem:
     num_pairs: int
 
     def flops(self, direction: str) -> float:
-        """Of the pairs allowed, in "forward", "backward" or "forward_backward"; a backward counts as 2.5 forwards."""
+        """FLOPs of the allowed pairs in a direction, such as "forward_backward"; a backward counts as 2.5 forwards."""
         factor = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}[direction]
         return factor * 2 * (self.case.head_dim + self.case.output_dim) * self.num_pairs
 

@@ -20,7 +20,7 @@ _HOPPER = 9.0
 
 
 def _window(problem: Problem, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
-    """True if the mask is causal, and how far back it sees.
+    """The mask as (is it causal, how many tokens it looks back).
 
     Raises:
       ValueError: a mask that isn't full, causal or (if `windows`) a causal window, packed documents, or sinks.
@@ -156,7 +156,7 @@ def _fa3(query, key, value, sinks, segment_ids, problem: Problem):
 
 
 def _document_offsets(segment_ids: jax.Array) -> np.ndarray:
-    """Where documents begin in the rows of a batch laid end to end, and behind them the number of tokens; int32."""
+    """Starts of documents in a batch of sequences laid end to end, and last the number of tokens; int32."""
     ids = np.asarray(segment_ids)
     begins = np.ones(ids.shape, bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]

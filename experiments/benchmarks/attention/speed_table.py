@@ -96,7 +96,7 @@ def short_title(row: dict[str, Any]) -> str:
 
 
 def case_title(row: dict[str, Any]) -> str:
-    """A row's shape, mask, sinks and documents: what its keys and values have apart stands behind a slash."""
+    """A row's shape, mask, sinks and documents; sizes of keys and values that differ stand behind a slash."""
     # Rows of before these fields were there have none of the three.
     kv_length, value_dim, has_sinks = (row.get(name) for name in ("kv_length", "value_dim", "has_sinks"))
     heads = f"{row['num_heads']}" + ("" if row["num_kv_heads"] == row["num_heads"] else f"/{row['num_kv_heads']}")

@@ -23,7 +23,7 @@ class AttentionContender:
     Attributes:
       start: starts one run and returns what `wait` waits for.
       length: of the problem that is timed; shorter than the case's where the dense backend doesn't fit.
-      temporary_bytes: what the program needs besides its arguments and results; None where that isn't known.
+      temporary_bytes: memory of the program besides arguments and results; None if unknown.
       clock: seconds since some moment.
       num_runs: consecutive runs that make one sample.
       calls_per_program: calls of attention that make one run.
@@ -59,7 +59,7 @@ class AttentionContender:
 
 
 def how_many_last(milliseconds: float, seconds: float) -> int:
-    """How many runs of some seconds it takes to last so long."""
+    """The number of runs of `seconds` each that last `milliseconds`."""
     return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 

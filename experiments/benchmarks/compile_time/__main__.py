@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.benchmarks.command_line import read_arguments
-from experiments.benchmarks.compile_time.masks import Source, read_mask
-from experiments.benchmarks.compile_time.measure import CompileCase, Subject
+from experiments.benchmarks.compile_time.measure import CompileCase, Source, Subject, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
 from trainer.errors import UserMistake
@@ -37,15 +36,15 @@ class Arguments:
     subjects: tuple[Subject, ...] = ("attention",)
     """attention: forward and backward of one call; train_step: the whole step of `config`."""
     sources: tuple[Source, ...] | None = None
-    """Where the kernel has its mask from; None: all three for attention on a TPU, else ours, the only one."""
+    """Source of the kernel's mask; None: all three for attention on a TPU, else ours, the only one."""
     masks: tuple[str, ...] = ("causal",)
-    """Names from MASKS in masks.py, or masks as Python writes them."""
+    """Names from MASKS in measure.py, or masks as Python writes them."""
     lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
     """Tokens in a sequence."""
     limit_s: float = 300.0
     """Seconds for a case; one that takes longer is stopped, and the longer ones of its series aren't tried."""
     limit_gigabytes: float = round(0.75e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1)
-    """The same for its resident memory; by default three quarters of this machine's."""
+    """Limit on a case's resident memory; by default three quarters of this machine's."""
     config: str = "experiments/gpt_32k.py"
     """Config of the training step; its layers all get the mask."""
     num_heads: int = 16

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.benchmarks.compile_time.masks import Source, our_implementation, read_mask
+from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
 from trainer.errors import UserMistake
 from trainer.hardware import peak_resident_bytes, reset_peak, resident_bytes
 
@@ -29,11 +29,33 @@ if TYPE_CHECKING:
     import jax
 
 Subject = Literal["attention", "train_step"]
+Source = Literal["dense", "upstream_lazy", "ours"]
+"""Where a kernel has its mask from."""
+
+WINDOW = CausalMask() & LocalMask(4095, 0)
+# And "two_masks": causal and window_4096 in turn over the heads.
+MASKS: dict[str, Mask] = {"causal": CausalMask(), "window_4096": WINDOW, "prefix_1024": CausalMask() | PrefixMask(1024)}
 
 _WARM_UP_LENGTH = 1536
 _LONG_TRACE_S = 1.0
 # To count tiles of a dense mask means to hash it once more for each pass.
 _LONGEST_COUNTED = 16_384
+
+
+def read_mask(text: str, num_heads: int) -> Mask:
+    """A mask by its name, or as Python writes it.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if text == "two_masks":
+        return MultiHeadMask([CausalMask() if head % 2 == 0 else WINDOW for head in range(num_heads)])
+    return MASKS[text] if text in MASKS else parse_mask(text)
+
+
+def our_implementation(platform: str) -> str:
+    """The attention backend that is timed on a platform."""
+    return "splash" if platform == "tpu" else "blockwise"
 
 
 @dataclass(frozen=True)
@@ -42,7 +64,7 @@ class CompileCase:
 
     subject: Subject
     source: Source
-    """Where the kernel has its mask from."""
+    """Source of the kernel's mask."""
     mask: str
     """A name from MASKS, or as `kernels.parse_mask` reads it."""
     length: int
@@ -76,7 +98,7 @@ class Measurement:
     peak_bytes: int
     """Most that was resident from then on to the end of compiling."""
     visited_tiles: dict[str, int] | None
-    """Of each pass of TPU attention, over all heads; None: not counted (another subject or platform, or too long)."""
+    """Tiles of each pass of attention, over all heads; None: not counted (another subject or platform, too long)."""
 
 
 def measure(case: CompileCase) -> Measurement:
@@ -212,7 +234,7 @@ def _forget_masks() -> None:
     if "kernels.backends.mosaic_gpu" in sys.modules:
         from kernels.backends import mosaic_gpu
 
-        caches += [mosaic_gpu.forward, mosaic_gpu.backward]
+        caches += [mosaic_gpu.fwd, mosaic_gpu.bwd]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
 

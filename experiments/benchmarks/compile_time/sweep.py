@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.compile_time.masks import Source
-from experiments.benchmarks.compile_time.measure import CompileCase, Subject
+from experiments.benchmarks.compile_time.measure import CompileCase, Source, Subject
 from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform, installed_versions, resident_bytes
@@ -35,14 +34,14 @@ class Limits:
 
     seconds: float
     resident_bytes: int
-    """Of its process, where the system reports it (Linux): dense masks of long sequences don't fit into memory."""
+    """Limit on the process's memory, on Linux: dense masks of long sequences don't fit into memory."""
 
 
 def run_case(case: CompileCase, limits: Limits) -> Row:
     """Measures one case in a process of its own.
 
     Args:
-      case: what to compile.
+      case: the program to compile.
       limits: a case that passes one of them is stopped.
 
     Returns:
@@ -50,7 +49,7 @@ def run_case(case: CompileCase, limits: Limits) -> Row:
       and `process_s`, seconds of the whole process.
 
     Raises:
-      UserMistake: what the case says can't be done at all.
+      UserMistake: the case can't be compiled at all.
     """
     row: Row = asdict(case) | {"limit_s": limits.seconds, "limit_bytes": limits.resident_bytes}
     environment = dict(os.environ)

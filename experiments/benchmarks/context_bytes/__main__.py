@@ -94,13 +94,13 @@ class BytesArguments:
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "all_gather")
     """all_gather, peer and a halo that GPUs read (which count as if all of their keys came from other devices), halo,
-    ring, all_to_all; chosen: by the cost model."""
+    ring, all_to_all; chosen: by `kernels.context`."""
     sequence_sharding: SequenceSharding | None = None
-    """contiguous, zigzag or balanced; None: by the cost model."""
+    """contiguous, zigzag or balanced; None: chosen by `kernels.context`."""
     limit_s: float = 1800.0
     """Seconds for a case, after which its compilation is stopped."""
     seed: int = 0
-    """Of the documents' lengths."""
+    """Seed of the documents' lengths."""
     output: Path | None = None
     """File that the JSON lines are appended to, each as soon as it is measured."""
 

@@ -38,7 +38,7 @@ def count_missing_keys(
     segment_ids: Int[np.ndarray, " T"] | None = None,
     positions: Int[np.ndarray, " T"] | None = None,
 ) -> Int[np.ndarray, " R"]:
-    """How many keys each rank's queries attend to that lie on other ranks.
+    """The number of keys on other ranks that each rank's queries attend to.
 
     Args:
       mask: its rows are intervals.
@@ -74,7 +74,7 @@ def count_missing_keys(
 
 
 def count_hops(segment_ids: Int[np.ndarray, " T"], num_ranks: int) -> int:
-    """How many ranks' keys a rank needs at most, its own among them, if ranks hold the tokens of a row in order.
+    """The greatest number of ranks whose keys one rank needs, itself included, for contiguous sharding.
 
     Args:
       segment_ids: document of each token, each document in one run.

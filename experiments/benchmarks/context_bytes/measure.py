@@ -39,13 +39,13 @@ class BytesCase:
     length: int
     """Tokens of a row."""
     mask: str
-    """As `kernels.parse_mask` reads it."""
+    """The mask, as `kernels.parse_mask` reads it."""
     packed: bool
     """True if a sequence has several documents, kept apart."""
     exchange: str | None
-    """None: by the cost model."""
+    """None: chosen by `kernels.context`."""
     sequence_sharding: str | None = None
-    """None: by the cost model."""
+    """None: chosen by `kernels.context`."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class Measured:
     exchange: str
     sequence_sharding: str
     num_sequences: int
-    """Of the batch of all devices."""
+    """Sequences in the batch of all devices."""
     forward_bytes: float
     backward_bytes: float
     """Without the trips of a loop of which documents decide how many there are."""
     trip_bytes: tuple[float, float]
-    """Of each such trip, forward and backward."""
+    """Bytes of each such trip, forward and backward."""
     predicted_bytes: tuple[float, float]
-    """The cost model's, forward and backward."""
+    """The bytes of `kernels.context.exchange_cost`, forward and backward."""
     temporaries: int
     """Bytes of the program of both passes."""
     collectives: list[dict[str, Any]]
-    """Of both passes, with one trip of each such loop."""
+    """Bytes of both passes, with one trip of each such loop."""
 
 
 def measure(case: BytesCase) -> Measured:
@@ -177,7 +177,7 @@ def _functions(
 
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32, sharding=batch_sharding(mesh))
 
-    # As in a model that keeps a layer's output: what is gathered for the forward pass isn't kept for the backward.
+    # As in a model that keeps a layer's output: keys gathered for the forward pass aren't kept for the backward.
     @functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
     )

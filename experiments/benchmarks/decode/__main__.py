@@ -59,7 +59,7 @@ class DecodeArguments:
     baseline: str = "per_sequence"
     """The form that the others' speed is compared with."""
     implementation: str | None = None
-    """Of `kernels.decode_attention`."""
+    """Implementation of `kernels.decode_attention`."""
     num_rounds: int = 7
     """Rounds in which each form is timed once; the median counts."""
     copy_gigabytes: float = 4.0

@@ -47,13 +47,13 @@ class ThroughputArguments:
     mesh: MeshConfig = MeshConfig()  # noqa: RUF009  (frozen)
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
-    """How ranks of mesh.context get at their keys; None: the fastest by the cost model."""
+    """Exchange of keys over mesh.context; None: the choice of `kernels.context`."""
     collectives: Collectives | None = None
-    """How tokens go over mesh.tensor; None: by the kernels, where they serve."""
+    """Collectives of tokens over mesh.tensor; None: the kernels, where they serve."""
     loss_implementation: LossImplementation | None = None
     """Implementation of the loss; None: the kernel, where it serves."""
     seed: int | None = None
-    """Of the tokens and documents, to compare meshes on the same; None: fresh ones."""
+    """Seed of the tokens and documents, to compare meshes on the same data; None: a fresh one."""
     trace: bool = True
     """Trace some steps more, and say where the time goes."""
     baseline: Path | None = None

@@ -52,7 +52,7 @@ def measure(
       name: for the result.
       workload: its batches and numbers of steps.
       config: `workload.config()`, or that with something replaced.
-      trace: whether to trace some more steps, for the breakdown.
+      trace: traces some more steps, for the breakdown.
       seed: of the tokens and documents; None: fresh ones.
 
     Raises:
@@ -99,10 +99,6 @@ def measure(
         breakdown = _traced_breakdown(lowering.lowered.compile(WITHOUT_CUDA_GRAPHS), state, run, workload)
 
     step_s = statistics.median(windows)
-    counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
-    flops = [counter(batch["segment_ids"]) for batch in host_batches]
-    peak = peak_flops_per_s(device, config.model.compute_dtype)
-    capacity = None if peak is None else step_s * peak * mesh.size
     return {
         "workload": name,
         "mesh": dict(mesh.shape),
@@ -111,8 +107,7 @@ def measure(
         "step_s": step_s,
         "fastest_step_s": min(windows),
         "slowest_step_s": max(windows),
-        "mfu_causal": capacity and statistics.mean(step.causal for step in flops) / capacity,
-        "mfu_noncausal": capacity and statistics.mean(step.noncausal for step in flops) / capacity,
+        **_mfu(config, host_batches, step_s, device, mesh.size),
         "device_peak_bytes": memory["device_peak_bytes"],
         "num_parameters": functions.num_parameters,
         "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),
@@ -152,8 +147,22 @@ def _traced_breakdown(
     return breakdown.to_json() | {"traced_step_s": traced_s}
 
 
+def _mfu(
+    config: TrainConfig, batches: list[dict[str, np.ndarray]], step_s: float, device: jax.Device, num_devices: int
+) -> dict[str, float | None]:
+    """The batches' FLOPs over those that the devices can do in a step's time; None for an unknown device."""
+    counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
+    flops = [counter(batch["segment_ids"]) for batch in batches]
+    peak = peak_flops_per_s(device, config.model.compute_dtype)
+    capacity = None if peak is None else step_s * peak * num_devices
+    return {
+        "mfu_causal": capacity and statistics.mean(step.causal for step in flops) / capacity,
+        "mfu_noncausal": capacity and statistics.mean(step.noncausal for step in flops) / capacity,
+    }
+
+
 def make_batch(workload: Workload, config: TrainConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """As many of the workload's sequences as a batch has."""
+    """A batch of the workload's sequences."""
     rows = [workload.batch(config.model.vocab_size, rng) for _ in range(config.batch_size)]
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 

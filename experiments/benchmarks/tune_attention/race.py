@@ -109,5 +109,5 @@ def _relative_differences(computed, expected):
 
 
 def largest_relative_difference(computed: Any, expected: Any) -> float:
-    """Of all arrays, by the Frobenius norm. NaN if any is NaN."""
+    """The largest relative difference of all arrays, by the Frobenius norm. NaN if any is NaN."""
     return float(_relative_differences(computed, expected).max())

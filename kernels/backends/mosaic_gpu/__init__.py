@@ -19,22 +19,24 @@ from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.tracing.slice_fusion import without_slice_fusion
 
-__all__ = ["backward", "forward", "resolve", "unsupported_reason"]
+__all__ = ["bwd", "fwd", "resolve", "unsupported_reason"]
 
 
-def _jit_by_call(half: Callable[..., Any]) -> Callable[..., Any]:
-    """Jits a half with its call and tuning static, so that equal calls, as of a model's layers, share a lowering."""
+def _jit_by_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits with the call and the tuning static, so that equal calls, as of a model's layers, share a lowering."""
 
     def as_one(inputs, call, tuning, *cotangent):
-        return _as_one_operation(lambda inputs, *cotangent: half(inputs, call, tuning, *cotangent))(inputs, *cotangent)
+        return _as_one_operation(lambda inputs, *cotangent: function(inputs, call, tuning, *cotangent))(
+            inputs, *cotangent
+        )
 
-    def run_half(inputs, call, tuning, *cotangent, mask_state):
+    def run_function(inputs, call, tuning, *cotangent, mask_state):
         return as_one(inputs, call, tuning, *cotangent)
 
-    run_half.__name__ = half.__name__
-    jitted = jax.jit(run_half, static_argnames=("call", "tuning", "mask_state"))
+    run_function.__name__ = function.__name__
+    jitted = jax.jit(run_function, static_argnames=("call", "tuning", "mask_state"))
 
-    @functools.wraps(half)
+    @functools.wraps(function)
     def run(inputs, call, tuning, *cotangent):
         # A mask's function may read what changes between calls. Then equal masks aren't alike.
         state = call.mask.state()
@@ -64,7 +66,7 @@ def _as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_jit_by_call
-def forward(
+def fwd(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse. See `kernels.attention.core`."""
@@ -75,7 +77,7 @@ def forward(
 
 
 @_jit_by_call
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
+def bwd(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
     from kernels.backends.mosaic_gpu.gradients import run_backward
 

@@ -8,7 +8,7 @@ from kernels.backends.mosaic_gpu.backward_dkv_by_gradient import dkv_by_gradient
 from kernels.backends.mosaic_gpu.backward_dq import dq_scratch
 from kernels.backends.mosaic_gpu.dkv_steps import step_class
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
-from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, backward_form
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper
 from kernels.hopper.memory import num_bytes
@@ -18,18 +18,19 @@ MAX_BYTES = 227 * 1024
 
 
 def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[str, int]:
-    """Shared memory of one program of each kernel that a tuning with nothing left open runs: forward, dK and dV, dQ."""
+    """Shared memory of one program of each kernel whose tiles a tuning gives: forward, dK and dV, dQ."""
     forward, backward, machine = tuning.forward_tiles, tuning.backward_tiles, Hopper()
-    assert forward is not None
-    assert backward is not None
-    fused = tuning.backward == "fused"
-    scratch: dict[str, tuple[Any, Any]] = {"forward": forward_scratch(call, forward, machine)}
-    if backward.one_gradient_per_warpgroup:
-        scratch["key_value"] = dkv_by_gradient_scratch(call, backward, machine)
-    else:
-        scratch["key_value"] = step_class(call, fused=fused).scratch(call, backward, machine)
-    if not fused:
-        scratch["query"] = dq_scratch(call, backward, machine)
+    scratch: dict[str, tuple[Any, Any]] = {}
+    if forward is not None:
+        scratch["forward"] = forward_scratch(call, forward, machine)
+    if backward is not None:
+        fused = backward_form(tuning, call) == "fused"
+        if backward.one_gradient_per_warpgroup:
+            scratch["key_value"] = dkv_by_gradient_scratch(call, backward, machine)
+        else:
+            scratch["key_value"] = step_class(call, fused=fused).scratch(call, backward, machine)
+        if not fused:
+            scratch["query"] = dq_scratch(call, backward, machine)
     return {kernel: num_bytes(each) for kernel, each in scratch.items()}
 
 
@@ -42,7 +43,7 @@ _SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def shared_memory_excess(call: AttentionCall, tuning: MosaicGpuTuning) -> str | None:
-    """Why a tuning with nothing left open doesn't fit into shared memory, or None if it does."""
+    """Why the tiles that a tuning gives don't fit into shared memory, or None if they do; those of `resolve` do."""
     for kernel, size in shared_memory_bytes(call, tuning).items():
         if size > MAX_BYTES:
             field, names = _SETTINGS[kernel]

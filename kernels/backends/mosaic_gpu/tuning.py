@@ -262,15 +262,21 @@ FASTEST_BACKWARD_ON = {
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
     """Fills what a tuning leaves open."""
     tuning = tuning or MosaicGpuTuning()
-    forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
-    fastest = forms[_nearest_key(forms, call, at_least=_wide_values(call))]
-    backward = (tuning.backward or fastest) if tuning.may_fuse else "split"
+    backward = backward_form(tuning, call)
     return dataclasses.replace(
         tuning,
         backward=backward,
         forward_tiles=tuning.forward_tiles or _forward_tiles(call),
         backward_tiles=tuning.backward_tiles or _backward_tiles(backward, call),
     )
+
+
+def backward_form(tuning: MosaicGpuTuning, call: AttentionCall) -> Literal["fused", "split"]:
+    """The form of the backward that a call gets."""
+    if not tuning.may_fuse:
+        return "split"
+    forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
+    return tuning.backward or forms[_nearest_key(forms, call, at_least=_wide_values(call))]
 
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:

@@ -8,8 +8,8 @@ between documents, too, which upstream's kernel doesn't.
 
 from __future__ import annotations
 
-from kernels.backends.splash.passes import backward, forward
+from kernels.backends.splash.passes import bwd, fwd
 from kernels.backends.splash.support import unsupported_reason
 from kernels.backends.splash.tuning import resolve
 
-__all__ = ["backward", "forward", "resolve", "unsupported_reason"]
+__all__ = ["bwd", "fwd", "resolve", "unsupported_reason"]

@@ -114,7 +114,7 @@ class _Grid:
         return self.lookup(at[3], *at) if self.walk.transposed else at[1]
 
     def kv_tile(self, *at):
-        """The same for the key/value tile."""
+        """The key/value tile; where steps aren't visited, that of the next one that is."""
         return at[0] if self.walk.transposed else self.lookup(at[3], *at)
 
     def query_blocks(self, width: int) -> pl.BlockSpec:

@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(inputs: AttentionInputs) -> Tokens:
-        """Those of a call's inputs."""
+        """The segment ids and positions of a call's inputs."""
         return Tokens(*(getattr(inputs, name) for name in Tokens._fields))
 
 
@@ -126,7 +126,7 @@ def _full_precision(call: AttentionCall) -> contextlib.AbstractContextManager:
     return jax.default_matmul_precision("highest") if call.dtype == jnp.float32 else contextlib.nullcontext()
 
 
-def forward(
+def fwd(
     inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse."""
@@ -191,7 +191,7 @@ def _forward_kernel(*, o_ref, lse_ref, logsumexp_ref: None, logsumexp_scratch_re
         o_ref[...] = jnp.where(lse_by_column <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
 
 
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
+def bwd(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value."""
     d_output, lse, delta = cotangent
     # Left free to fuse the sum with its relayout for the kernels, XLA takes a third longer to compile all of it.

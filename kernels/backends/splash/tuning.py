@@ -78,7 +78,8 @@ DEFAULTS = {
     "TPU v6 lite": SplashTuning.square(1024),  # v6e
 }
 OTHERS = SplashTuning.square(512)
-_LONGER = SplashTuning.square(1024)
+LARGEST = SplashTuning.square(1024)
+"""Of the tunings that a call gets which names none. Where its grid doesn't fit, no smaller tiles' does."""
 
 # Scalar memory of a core, 1 MiB on all of the above, less what the kernel keeps there besides the tile grid.
 _GRID_BYTES = (1 << 20) - (64 << 10)
@@ -89,7 +90,7 @@ def resolve(tuning: SplashTuning | None, call: AttentionCall) -> SplashTuning:
     if tuning is not None:
         return tuning
     tuning = DEFAULTS.get(call.target.device_kind, OTHERS)
-    return tuning if grid_excess(call, tuning) is None else _LONGER
+    return tuning if grid_excess(call, tuning) is None else LARGEST
 
 
 def _fitted(

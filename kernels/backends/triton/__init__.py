@@ -13,10 +13,10 @@ from kernels.backends.triton.tuning import TritonTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.tracing.slice_fusion import without_slice_fusion
 
-__all__ = ["backward", "forward", "resolve", "unsupported_reason"]
+__all__ = ["bwd", "fwd", "resolve", "unsupported_reason"]
 
 
-def forward(
+def fwd(
     inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse. See `kernels.attention.core`."""
@@ -27,7 +27,7 @@ def forward(
     return output, lse
 
 
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent) -> Gradients:
+def bwd(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
     from kernels.backends.triton.backward_passes import run_backward
     from kernels.backends.triton.tiles import Matrices

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.backends import Call
-from kernels.backends.triton.tuning import TritonTuning, resolve, shared_memory_excess
+from kernels.backends.triton.tuning import TritonTuning, shared_memory_excess
 from kernels.call import AttentionCall
 
 _OLDEST_CAPABILITY = 8.0
@@ -20,7 +20,9 @@ def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) 
     """Why the kernels can't serve the call, or None if they can."""
     interpreted = tuning is not None and tuning.interpret
     reason = reason_in_call(call, interpreted=interpreted)
-    return reason or (None if interpreted else shared_memory_excess(call, resolve(tuning, call)))
+    if reason is not None or interpreted or tuning is None:
+        return reason
+    return shared_memory_excess(call, tuning)
 
 
 def reason_in_call(call: Call, *, interpreted: bool) -> str | None:

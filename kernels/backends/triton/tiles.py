@@ -231,7 +231,7 @@ def load_intervals(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
 
 @triton.jit
 def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, has_positions: tl.constexpr):
-    """Where keys `first` … stand; no interval holds those past the last."""
+    """Positions of the keys from `first` on; no interval holds those past the last."""
     if has_positions:
         return load_tokens(start, first, kv_len, size, -2147483648)
     else:

@@ -135,7 +135,7 @@ def _other_tiles(call: AttentionCall) -> tuple[TritonTiles, TritonTiles, TritonT
 
 
 def least_shared_memory(call: AttentionCall, tuning: TritonTuning) -> dict[str, int]:
-    """Bytes of shared memory that each kernel of a tuning with nothing left open takes at least, by field.
+    """Bytes of shared memory that each kernel whose tiles a tuning gives takes at least, by field.
 
     A Hopper GPU's matmuls of 64 rows and more read both operands from shared memory: the block that stays, and
     `num_stages` tiles of the other side. Other matmuls have one tile fewer there, and possibly no block.
@@ -143,7 +143,9 @@ def least_shared_memory(call: AttentionCall, tuning: TritonTuning) -> dict[str, 
     query_bytes, value_bytes = (call.dtype.itemsize * padded_head_dim(dim) for dim in (call.head_dim, call.value_dim))
     least = {}
     for name in ("forward", "key_value", "query"):
-        tiles: TritonTiles = getattr(tuning, name)
+        tiles: TritonTiles | None = getattr(tuning, name)
+        if tiles is None:
+            continue
         block, streamed = tiles.block_q, tiles.block_kv
         if name == "key_value":
             block, streamed = streamed, block
@@ -157,7 +159,7 @@ def least_shared_memory(call: AttentionCall, tuning: TritonTuning) -> dict[str, 
 
 
 def shared_memory_excess(call: AttentionCall, tuning: TritonTuning) -> str | None:
-    """Why a tuning with nothing left open surely doesn't fit into shared memory, or None if it may fit."""
+    """Why the tiles that a tuning gives surely don't fit into shared memory, or None if they may; `resolve`'s do."""
     capability = call.target.compute_capability
     assert capability is not None, "refused by unsupported_reason"
     available = _SHARED_MEMORY_KIB.get(capability, max(_SHARED_MEMORY_KIB.values())) * 1024

@@ -1,25 +1,28 @@
-"""All-to-all: one gives every rank all tokens of some heads, and another one brings the output home.
+"""All-to-all: one collective gives every rank all tokens of some heads, and another one brings the output home.
 
-The kernels see whole rows, as on one device. Every rank does the same work, whatever the documents.
+The kernels see whole sequences, as on one device. Every rank does the same work, whatever the documents.
 
-Queries, keys and values are brought before the custom gradient begins: what it keeps for the backward pass is what the
-kernel was given, as much as it was given, and is not brought again. JAX's transpose brings their gradients home.
+- Before the custom gradient: queries, keys and values are brought. The backward pass has them, and brings them no
+  second time.
+- Forward: the output returns to the ranks of its tokens. Backward: the output's gradient and delta are brought.
+- Home: JAX's transpose of the bringing returns dQ, dK and dV.
 
 Source: DeepSpeed-Ulysses (arXiv:2309.14509).
 
-Dimensions: B batch, t tokens of a rank, T of a row, N and K heads, n and k of them on a rank.
+Dimensions: B batch, t tokens of a rank, T of a sequence, N and K heads, n and k of them on a rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from kernels.attention.core import Halves
-from kernels.call import AttentionCall, AttentionInputs, Cotangent
-from kernels.context.exchanges.brought import Brought
-from kernels.context.split import Split
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.context.rank import Rank
+from kernels.context.split import RowOrder, Split
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -36,8 +39,8 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return None
 
 
-def local_call(call: AttentionCall, split: Split) -> AttentionCall:
-    """What a rank's kernel is called for: whole rows of its share of the heads."""
+def kernel_call(call: AttentionCall, split: Split) -> AttentionCall:
+    """Whole sequences of a rank's share of the heads."""
     return call._replace(
         q_len=split.length,
         kv_len=split.length,
@@ -46,29 +49,19 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     )
 
 
-class AllToAll(Brought):
-    """One rank's part. See `Brought`.
+def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
+    """Brings whole sequences of this rank's heads; differentiable."""
 
-    Args:
-      inputs: what the rank holds, before or after `bring`.
-      call: of one rank.
-      split: of the rows.
-    """
-
-    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
-        self.call, self.split = call, split
-        self.order = split.row_order(inputs)
-
-    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
-        """Whole rows of this rank's heads; differentiable."""
-        del halves  # all take whole rows
-        of_tokens = inputs.query_segment_ids, inputs.query_positions
-        ids, positions = (None if x is None else self.order.gather(x) for x in of_tokens)
+    def bring_heads(inputs: AttentionInputs) -> AttentionInputs:
+        order = rank.split.row_order(inputs)
+        ids, positions = (
+            None if x is None else order.gather(x) for x in (inputs.query_segment_ids, inputs.query_positions)
+        )
         return AttentionInputs(
-            self._to_heads(inputs.query),
-            self._to_heads(self._copied(inputs.key)),
-            self._to_heads(self._copied(inputs.value)),
-            None if inputs.sinks is None else self._own_heads(inputs.sinks),
+            _to_heads(inputs.query, order),
+            _to_heads(_copied(inputs.key, rank), order),
+            _to_heads(_copied(inputs.value, rank), order),
+            None if inputs.sinks is None else _own_heads(inputs.sinks, rank),
             ids,
             ids,
             positions,
@@ -76,35 +69,46 @@ class AllToAll(Brought):
             inputs.token_order,
         )
 
-    def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
-        """Output of this rank's tokens, and lse of its heads, which stays here."""
-        output, lse = super().forward(inputs, local_call, halves)
-        return self._to_tokens(output), lse
-
-    def cotangent(self, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Cotangent:
-        """What the backward half starts from, of this rank's heads; `output` and `d_output` are of its tokens."""
-        delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
-        delta = self._to_heads(delta) - jnp.where(lse != -jnp.inf, d_lse, 0)
-        return Cotangent(self._to_heads(d_output), lse, delta)
-
-    def _own_heads(self, sinks: Shaped[Array, " N"]) -> Shaped[Array, " n"]:
-        num_heads = self.call.num_heads // self.split.num_ranks
-        return lax.dynamic_slice_in_dim(sinks, lax.axis_index(self.split.axis) * num_heads, num_heads)
-
-    def _to_heads(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
-        return self.order.sort(lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True))
-
-    def _to_tokens(self, x: Shaped[Array, "B T n ..."]) -> Shaped[Array, "B t N ..."]:
-        return lax.all_to_all(self.order.unsort(x), self.split.axis, split_axis=1, concat_axis=2, tiled=True)
-
-    def _copied(self, x: Shaped[Array, "B t K ..."]) -> Shaped[Array, "B t K*copies ..."]:
-        """Fewer heads than ranks: several ranks get the same one. The sum of their gradients is the softmax's dtype."""
-        num_copies = max(1, self.split.num_ranks // self.call.num_kv_heads)
-        if num_copies == 1:
-            return x
-        return jnp.repeat(x.astype(self.call.softmax_dtype), num_copies, axis=2).astype(x.dtype)
+    return bring_heads
 
 
-def part_class(call: AttentionCall, split: Split) -> type[AllToAll]:
-    """The class of one rank's part."""
-    return AllToAll
+def fwd(inputs: AttentionInputs, rank: Rank) -> tuple[Array, Array]:
+    """Output of this rank's tokens, and lse of its heads, which stays here."""
+    output, lse = rank.fwd(inputs)
+    return _to_tokens(output, rank.split.row_order(inputs)), lse
+
+
+def cotangent(
+    inputs: AttentionInputs, rank: Rank, output: Array, lse: Array, d_output: Array, d_lse: Array
+) -> Cotangent:
+    """The cotangent of this rank's heads; `output` and `d_output` are of its tokens."""
+    order = rank.split.row_order(inputs)
+    delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
+    delta = _to_heads(delta, order) - jnp.where(lse != -jnp.inf, d_lse, 0)
+    return Cotangent(_to_heads(d_output, order), lse, delta)
+
+
+def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
+    """Gradients of whole sequences of this rank's heads."""
+    return rank.bwd(inputs, cotangent)
+
+
+def _own_heads(sinks: Shaped[Array, " N"], rank: Rank) -> Shaped[Array, " n"]:
+    num_heads = rank.call.num_heads // rank.split.num_ranks
+    return lax.dynamic_slice_in_dim(sinks, lax.axis_index(rank.split.axis) * num_heads, num_heads)
+
+
+def _to_heads(x: Shaped[Array, "B t N ..."], order: RowOrder) -> Shaped[Array, "B T n ..."]:
+    return order.sort(lax.all_to_all(x, order.split.axis, split_axis=2, concat_axis=1, tiled=True))
+
+
+def _to_tokens(x: Shaped[Array, "B T n ..."], order: RowOrder) -> Shaped[Array, "B t N ..."]:
+    return lax.all_to_all(order.unsort(x), order.split.axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _copied(x: Shaped[Array, "B t K ..."], rank: Rank) -> Shaped[Array, "B t K*copies ..."]:
+    """Fewer heads than ranks: several ranks get the same one. The sum of their gradients is the softmax's dtype."""
+    num_copies = max(1, rank.split.num_ranks // rank.call.num_kv_heads)
+    if num_copies == 1:
+        return x
+    return jnp.repeat(x.astype(rank.call.softmax_dtype), num_copies, axis=2).astype(x.dtype)

@@ -3,9 +3,10 @@
 Ranks hold runs of consecutive tokens. Each run is a batch element of the kernel's call, with the halo around its own
 keys. A window allows the same pairs wherever a run begins, so the kernel's tiles are known ahead of time.
 
-Where ranks are a few GPUs that hold one run each, a kernel puts a run and its halo together, which it reads from the
-neighbours' memory (`halo_chunks.py`), before the custom gradient begins. So the backward pass has it, too. Elsewhere
-XLA sends the halo.
+- Before the custom gradient: halos are brought where the ranks are a few GPUs that hold one run each. A kernel reads
+  the halo from the neighbours' memory and puts it around the run (`halo_chunks.py`). The backward pass has it, too.
+- Forward and backward: elsewhere XLA sends the halos.
+- Home: the halos' gradients return to the ranks of their tokens, and are added up there.
 
 Dimensions: B batch, t tokens of a rank, n runs of a rank, c = t / n tokens of a run, s = left + c + right keys.
 """
@@ -13,6 +14,7 @@ Dimensions: B batch, t tokens of a rank, n runs of a rank, c = t / n tokens of a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +22,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
-from kernels.attention.core import Halves
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.exchanges import halo_chunks
-from kernels.context.exchanges.brought import Brought
-from kernels.context.exchanges.collected import Collected
+from kernels.context.rank import Rank
 from kernels.context.split import Split
 from kernels.masks import LocalMask, Mask
 
@@ -32,7 +32,7 @@ _TILE_KEYS = 128  # of most tiles
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
-    """The mask has to reach only so far, and a rank to hold runs that every row has alike."""
+    """The mask has to reach only so far, and a rank to hold the same runs of every sequence."""
     if split.num_runs is None:
         return (
             "needs to know ahead of time which tokens a rank holds, and sequence_sharding='balanced' decides for each "
@@ -45,7 +45,7 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
         return f"needs a mask that reaches only so far, and {call.mask!r} has no bound"
     run_length, num_runs = call.q_len // split.num_runs, split.num_ranks * split.num_runs
     if max(reach) >= run_length * (num_runs - 1):
-        return f"would be all of the row, since {call.mask!r} reaches {max(reach):,} tokens far"
+        return f"would be all of the sequence, since {call.mask!r} reaches {max(reach):,} tokens far"
     return None
 
 
@@ -61,8 +61,8 @@ def reach_by_side(mask: Mask) -> tuple[int | None, int | None]:
     return None if left is None else max(left, 0), None if right is None else max(right, 0)
 
 
-def local_call(call: AttentionCall, split: Split) -> AttentionCall:
-    """What a rank's kernel is called for: its runs side by side, with their halos."""
+def kernel_call(call: AttentionCall, split: Split) -> AttentionCall:
+    """A rank's runs side by side, with their halos."""
     num_runs = _num_runs(split)
     run_length = call.q_len // num_runs
     left, right = halo_of(call, run_length)
@@ -80,74 +80,115 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     return call._replace(mask=shifted, has_query_positions=False, has_key_value_positions=False)
 
 
-class Halo(Collected):
-    """One rank's part. See `Collected`."""
+def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs] | None:
+    """Brings the keys and values with their halos, where kernels read these from the neighbours' memory."""
+    chunks = chunks_of_halo(rank.call, rank.split)
+    if chunks is None:
+        return None
 
-    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
-        super().__init__(inputs, call, split)
-        self.num_runs = _num_runs(split)
-        self.run_length = call.q_len // self.num_runs
+    def bring_halo(inputs: AttentionInputs) -> AttentionInputs:
+        kernel_inputs = Runs.of(rank).without_halos(inputs)
+        key, value = halo_chunks.with_halos((inputs.key, inputs.value), chunks, rank.split, rank.call.target)
+        return kernel_inputs._replace(key=key, value=value)
 
-    def queries(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n c ..."]:
-        return self._runs(x).reshape(-1, self.run_length, *x.shape[2:])
+    return bring_halo
 
-    def queries_back(self, x: Shaped[Array, "B*n c ..."]) -> Shaped[Array, "B t ..."]:
+
+def fwd(inputs: AttentionInputs, rank: Rank) -> tuple[Array, Array]:
+    """Output and lse of this rank's queries."""
+    if bring(rank) is not None:
+        return rank.fwd(inputs)
+    runs = Runs.of(rank)
+    output, lse = rank.fwd(runs.with_keys(inputs))
+    return runs.join(output), runs.join(lse)
+
+
+def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
+    """Gradients of this rank's queries, keys and values; with their halos, where these were brought."""
+    if bring(rank) is not None:
+        return rank.bwd(inputs, cotangent)
+    runs = Runs.of(rank)
+    d_query, *d_keys = rank.bwd(runs.with_keys(inputs), Cotangent(*map(runs.cut, cotangent)))
+    d_key, d_value = (runs.sum_to_owners(d).astype(rank.call.dtype) for d in d_keys)
+    return runs.join(d_query), d_key, d_value
+
+
+class Runs(NamedTuple):
+    """The runs of consecutive tokens that a rank holds, each a batch element of the kernel's call.
+
+    Attributes:
+      call: of one rank.
+      split: of the sequences.
+    """
+
+    call: AttentionCall
+    split: Split
+
+    @staticmethod
+    def of(rank: Rank) -> Runs:
+        """The runs of a rank."""
+        return Runs(rank.call, rank.split)
+
+    @property
+    def number(self) -> int:
+        """n, of a sequence."""
+        return _num_runs(self.split)
+
+    @property
+    def length(self) -> int:
+        """c, in tokens."""
+        return self.call.q_len // self.number
+
+    def cut(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n c ..."]:
+        """A rank's tokens as runs."""
+        return self._by_run(x).reshape(-1, self.length, *x.shape[2:])
+
+    def join(self, x: Shaped[Array, "B*n c ..."]) -> Shaped[Array, "B t ..."]:
+        """The inverse of `cut`."""
         return x.reshape(-1, self.call.q_len, *x.shape[2:])
 
-    def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B*n s ..."], ...]:
-        return tuple(map(self._with_halo, arrays))
-
-    def keys_back(self, arrays: tuple[Shaped[Array, "B*n s ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
-        def sum_to_owners(x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
-            own = jax.ShapeDtypeStruct((x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:]), x.dtype)
-            by_run = x.reshape(-1, self.num_runs, *x.shape[1:])
-            ends = np.cumsum([length for length, _ in self._parts()])[:-1]
-            total = jnp.zeros((), self.call.softmax_dtype)
-            # Each part's gradients travel in their own dtype: of one part, no token has two.
-            for (_, part_of), gradient in zip(self._parts(), jnp.split(by_run, ends, axis=2), strict=True):
-                total += jax.linear_transpose(part_of, own)(gradient)[0].astype(total.dtype)
-            return total
-
-        return tuple(map(sum_to_owners, arrays))
-
-    def _with_halo(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n s ..."]:
+    def with_halos(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n s ..."]:
+        """A rank's runs with their halos, which the neighbours send."""
         whole = jnp.concatenate([part_of(x) for _, part_of in self._parts()], axis=2)
         return whole.reshape(-1, whole.shape[2], *x.shape[2:])
 
-    def _parts(self) -> list[tuple[int, Callable]]:
-        """Of a run with its halo, in order: the number of tokens, and what makes them of this rank's tokens."""
-        left, right = map(self._pieces, halo_of(self.call, self.run_length))
+    def sum_to_owners(self, x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
+        """The transpose of `with_halos`, in the softmax's dtype: the sum over the runs that read a key."""
+        own = jax.ShapeDtypeStruct((x.shape[0] // self.number, self.call.q_len, *x.shape[2:]), x.dtype)
+        by_run = x.reshape(-1, self.number, *x.shape[1:])
+        ends = np.cumsum([length for length, _ in self._parts()])[:-1]
+        total = jnp.zeros((), self.call.softmax_dtype)
+        # Each part's gradients travel in their own dtype: of one part, no token has two.
+        for (_, part_of), gradient in zip(self._parts(), jnp.split(by_run, ends, axis=2), strict=True):
+            total += jax.linear_transpose(part_of, own)(gradient)[0].astype(total.dtype)
+        return total
 
-        def neighbours(distance: int, length: int, from_end: bool) -> tuple[int, Callable]:
-            return length, lambda x: self._neighbours(x, distance, length, from_end=from_end)
+    def with_keys(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The kernel's inputs, where XLA sends the halos."""
+        kernel_inputs = self.without_halos(inputs)
+        return kernel_inputs._replace(key=self.with_halos(inputs.key), value=self.with_halos(inputs.value))
 
-        return [
-            *(neighbours(-distance, length, True) for distance, length in left[::-1]),
-            (self.run_length, self._runs),
-            *(neighbours(distance, length, False) for distance, length in right),
-        ]
-
-    def collect(self, inputs: AttentionInputs) -> AttentionInputs:
+    def without_halos(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The kernel's inputs, but with keys and values that have no halos yet."""
         ids, positions = inputs.query_segment_ids, inputs.query_positions
-        left, right = halo_of(self.call, self.run_length)
-        token_order = self.queries(self.split.token_order(inputs))
-        key_places = token_order[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
-        # What lies beyond the ends of the row belongs to no document.
-        is_there = (key_places >= 0) & (key_places < self.split.length)
+        left, right = halo_of(self.call, self.length)
+        query_order = self.cut(self.split.token_order(inputs))
+        key_order = query_order[:, :1] + jnp.arange(-left, self.length + right, dtype=jnp.int32)
+        # Keys beyond the ends of the sequence belong to no document.
+        is_there = (key_order >= 0) & (key_order < self.split.length)
         if ids is None:
-            query_ids, key_ids = jnp.zeros_like(token_order), jnp.where(is_there, 0, 1)
+            query_ids, key_ids = jnp.zeros_like(query_order), jnp.where(is_there, 0, 1)
         else:
-            outside = jnp.repeat(unused_id(ids), self.num_runs)[:, None]
-            query_ids, key_ids = self.queries(ids), jnp.where(is_there, self._with_halo(ids), outside)
+            outside = jnp.repeat(unused_id(ids), self.number)[:, None]
+            query_ids, key_ids = self.cut(ids), jnp.where(is_there, self.with_halos(ids), outside)
         query_positions = key_positions = None
         if self.call.mask.window is None:
-            query_positions = token_order if positions is None else self.queries(positions)
-            key_positions = key_places if positions is None else self._with_halo(positions)
-        key, value = self.keys((inputs.key, inputs.value))
+            query_positions = query_order if positions is None else self.cut(positions)
+            key_positions = key_order if positions is None else self.with_halos(positions)
         return AttentionInputs(
-            self.queries(inputs.query),
-            key,
-            value,
+            self.cut(inputs.query),
+            inputs.key,
+            inputs.value,
             inputs.sinks,
             query_ids,
             key_ids,
@@ -155,53 +196,48 @@ class Halo(Collected):
             key_positions,
         )
 
-    def _runs(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B n c ..."]:
-        return x.reshape(x.shape[0], self.num_runs, self.run_length, *x.shape[2:])
+    def _parts(self) -> list[tuple[int, Callable]]:
+        """The parts of a run with its halo, in order: the number of tokens, and the function of this rank's tokens."""
+        left, right = map(self._spans, halo_of(self.call, self.length))
 
-    def _pieces(self, reach: int) -> list[tuple[int, int]]:
+        def neighbours(distance: int, length: int, from_end: bool) -> tuple[int, Callable]:
+            return length, lambda x: self._neighbours(x, distance, length, from_end=from_end)
+
+        return [
+            *(neighbours(-distance, length, True) for distance, length in left[::-1]),
+            (self.length, self._by_run),
+            *(neighbours(distance, length, False) for distance, length in right),
+        ]
+
+    def _by_run(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B n c ..."]:
+        return x.reshape(x.shape[0], self.number, self.length, *x.shape[2:])
+
+    def _spans(self, reach: int) -> list[tuple[int, int]]:
         """(distance in runs, tokens) of the runs within reach, the nearest first."""
-        num_whole, rest = divmod(reach, self.run_length)
-        pieces = [(distance, self.run_length) for distance in range(1, num_whole + 1)]
-        return pieces + [(num_whole + 1, rest)] * (rest > 0)
+        num_whole, rest = divmod(reach, self.length)
+        spans = [(distance, self.length) for distance in range(1, num_whole + 1)]
+        return spans + [(num_whole + 1, rest)] * (rest > 0)
 
     def _neighbours(
         self, x: Shaped[Array, "B t ..."], distance: int, length: int, *, from_end: bool
     ) -> Shaped[Array, "B n length ..."]:
-        """`length` tokens of the run that stands `distance` after each of this rank's; zeros beyond the row."""
-        runs = self._runs(x)
-        piece = runs[:, :, self.run_length - length :] if from_end else runs[:, :, :length]
+        """`length` tokens of the run that stands `distance` after each of this rank's; zeros beyond the sequence."""
+        runs = self._by_run(x)
+        span = runs[:, :, self.length - length :] if from_end else runs[:, :, :length]
         runs_of = runs_of_ranks(self.split)
         holder = {run: (rank, slot) for rank, held in enumerate(runs_of) for slot, run in enumerate(held)}
         found = []
-        for slot in range(self.num_runs):
-            # From each slot apart, since a rank may send only one piece at a time.
+        for slot in range(self.number):
+            # From each slot apart, since a rank may send only one span at a time.
             sources: dict[int, list[tuple[int, int]]] = {}
             for rank, held in enumerate(runs_of):
                 if held[slot] + distance in holder:
                     source, source_slot = holder[held[slot] + distance]
                     sources.setdefault(source_slot, []).append((source, rank))
-            received = [lax.ppermute(piece[:, source], self.split.axis, moves) for source, moves in sources.items()]
-            # At an end of the row there may be none that any rank's run of this slot could get.
-            found.append(sum(received[1:], start=received[0]) if received else jnp.zeros_like(piece[:, slot]))
+            received = [lax.ppermute(span[:, source], self.split.axis, moves) for source, moves in sources.items()]
+            # At an end of the sequence there may be none that any rank's run of this slot could get.
+            found.append(sum(received[1:], start=received[0]) if received else jnp.zeros_like(span[:, slot]))
         return jnp.stack(found, axis=1)
-
-
-class ReadHalo(Brought, Halo):
-    """One rank's part, where kernels read the halo from the neighbours' memory. See `Brought`."""
-
-    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
-        """The rank's queries, and its keys and values with their halos; differentiable."""
-        return self.collect(inputs)
-
-    def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B s ..."], ...]:
-        chunks = chunks_of_halo(self.call, self.split)
-        assert chunks is not None, "checked by part_class"
-        return halo_chunks.with_halos(arrays, chunks, self.split, self.call.target)
-
-
-def part_class(call: AttentionCall, split: Split) -> type[Halo]:
-    """The class of one rank's part."""
-    return Halo if chunks_of_halo(call, split) is None else ReadHalo
 
 
 def _num_runs(split: Split) -> int:
@@ -229,7 +265,7 @@ def chunks_of_halo(call: AttentionCall, split: Split) -> halo_chunks.HaloChunks 
 
 
 def runs_of_ranks(split: Split) -> list[tuple[int, ...]]:
-    """The runs that each rank holds, numbered along the row."""
+    """The runs that each rank holds, numbered along the sequence."""
     if split.sequence_sharding == "contiguous":
         return [(rank,) for rank in range(split.num_ranks)]
     return [(rank, 2 * split.num_ranks - 1 - rank) for rank in range(split.num_ranks)]

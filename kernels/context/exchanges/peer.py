@@ -1,12 +1,13 @@
 """Peer: each of a few GPUs reads the keys and values that its queries need from the others' memory.
 
-Which those are, documents and windows say (`needed.py`), on the devices: so nothing else moves, and no host waits to
-learn how much it is. The kernel sees rows as long as whole rows. Under a causal mask, documents leave
-some chunks out of a rank's rows: those that it holds or needs come first, and the kernels skip what follows them.
+Documents and windows decide which keys a rank needs (`needed.py`), on the devices. So nothing else moves, and no host
+waits. The kernel sees as many keys as a whole sequence has. Under a causal mask, documents leave out some chunks: the
+chunks that a rank holds or needs come first, and the kernels skip the rest.
 
-Keys and values are brought before the custom gradient begins. So whole rows of them are kept for the backward pass, and
-not brought again, but where a remat policy makes a layer anew. dK and dV come home in the same way, added up in
-float32.
+- Before the custom gradient: keys and values are brought. The backward pass has them. They are brought again only where
+  a remat policy computes a layer again.
+- Forward and backward: nothing moves.
+- Home: the transpose of the bringing returns dK and dV, added up in float32.
 
 Source: one-sided reads, as in NVSHMEM.
 
@@ -15,23 +16,22 @@ Dimensions: B batch, t tokens of a rank, T of a row, R ranks, n chunks of a rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
-from kernels.attention.core import Halves
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.collectives import chunks as chunk_collectives
 from kernels.collectives import peer_memory
-from kernels.context.exchanges import all_gather
-from kernels.context.exchanges.brought import Brought
-from kernels.context.exchanges.collected import arange_like
+from kernels.context.exchanges.all_gather import arange_like, kernel_call
 from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, needed_by_others
+from kernels.context.rank import Rank
 from kernels.context.split import Split, take
 
-local_call = all_gather.local_call
+__all__ = ["bring", "bwd", "fwd", "kernel_call", "unsupported_reason"]
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -49,27 +49,15 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return chunk_collectives.unsupported_reason(split.run_chunk, features, call.dtype)
 
 
-class Peer(Brought):
-    """One rank's part. See `Brought`.
+def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
+    """Brings the sequences of keys that the rank's queries need; differentiable."""
+    call, split, longest_tile = rank.call, rank.split, rank.kernel.backend.longest_tile
 
-    Args:
-      inputs: what the rank holds, before or after `bring`.
-      call: of one rank.
-      split: of the rows.
-    """
-
-    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
-        self.call, self.split = call, split
-
-    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
-        """The rank's queries, and rows of keys; differentiable."""
-        split, target = self.split, self.call.target
-        rows = KeyRows.of(
-            inputs, self.call, split, is_compact=_may_be_compact(self.call) and halves.longest_tile is not None
-        )
-        tables = rows.tables(halves.longest_tile or 0)
+    def bring_keys(inputs: AttentionInputs) -> AttentionInputs:
+        rows = KeyRows.of(inputs, call, split, is_compact=_may_be_compact(call) and longest_tile is not None)
+        tables = rows.tables(longest_tile or 0)
         own = tuple(cut_into_chunks(x, split) for x in (inputs.key, inputs.value))
-        whole = chunk_collectives.gather_chunks(own, tables, split.axis, target.num_multiprocessors)
+        whole = chunk_collectives.gather_chunks(own, tables, split.axis, call.target.num_multiprocessors)
         key, value = (x.reshape(x.shape[0], split.length, *x.shape[3:]) for x in whole)
         ids, positions = inputs.query_segment_ids, inputs.query_positions
         return inputs._replace(
@@ -80,6 +68,18 @@ class Peer(Brought):
             key_value_positions=arange_like(key) if positions is None else rows.gather(positions),
             num_keys=rows.num_keys[:, None] if rows.is_compact else None,
         )
+
+    return bring_keys
+
+
+def fwd(inputs: AttentionInputs, rank: Rank) -> tuple[Array, Array]:
+    """Output and lse of this rank's queries."""
+    return rank.fwd(inputs)
+
+
+def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
+    """Gradients of this rank's queries, and of the keys and values that were brought."""
+    return rank.bwd(inputs, cotangent)
 
 
 class KeyRows(NamedTuple):
@@ -165,12 +165,7 @@ class KeyRows(NamedTuple):
 def _may_be_compact(call: AttentionCall) -> bool:
     """Whether a rank's rows may do without the chunks that, by the documents, it doesn't need.
 
-    Places then count on over what is left out. So the mask has to look at the tokens' order alone, and not ahead: the
-    the slots after a row's last key come after all queries.
+    Positions then count on over the chunks that are left out. So the mask has to look at the tokens' order alone, and
+    not ahead: the slots after the last key come after all queries.
     """
     return call.has_segment_ids and not call.has_positions and call.mask.window == (None, 0)
-
-
-def part_class(call: AttentionCall, split: Split) -> type[Peer]:
-    """The class of one rank's part."""
-    return Peer

@@ -1,10 +1,12 @@
-"""Ring: keys and values travel from rank to rank, and every rank's queries attend to those that are there.
+"""Ring: keys and values travel from rank to rank, and every rank's queries attend to the keys that are there.
 
-A rank never holds more than two ranks' keys. Each hop is under way while the kernel works on what has arrived. In the
-backward pass the gradients of keys and values travel with them, and then home, the shorter way.
+- Before the custom gradient: nothing is brought.
+- Forward and backward: keys and values travel. A rank never holds the keys of more than two ranks. Each hop is under
+  way while the kernel works on the keys of the last one. In the backward pass dK and dV travel with their keys.
+- Home: dK and dV return by the shorter way.
 
-Windows say ahead of time how far keys have to go. Documents say it at run time, where ranks hold tokens in their order:
-the ranges of their ids do. Then the hops are a loop whose number of trips is data.
+Windows decide ahead of time how far keys have to go. Documents decide it at run time, by the ranges of their ids, where
+ranks hold tokens in their order. Then the hops are a loop whose number of trips is data.
 
 The barriers tie a hop's keys to the kernel's output. Without them XLA may start a hop before the one before it is used,
 and hold more ranks' keys at once.
@@ -24,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.exchanges.needed import may_share_documents
+from kernels.context.rank import Rank
 from kernels.context.split import Split
 from kernels.tracing.mesh_axes import manual_axes
 
@@ -34,12 +36,18 @@ _Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 
 
 class _TravellingKeys(NamedTuple):
-    """What travels."""
+    """The keys of one rank, with their documents and positions."""
 
     key: Array
     value: Array
     segment_ids: Int[Array, "B t"] | None
     positions: Int[Array, "B t"]
+
+    @staticmethod
+    def of(inputs: AttentionInputs, split: Split) -> _TravellingKeys:
+        """This rank's own keys."""
+        positions = split.token_order(inputs) if inputs.query_positions is None else inputs.query_positions
+        return _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -47,95 +55,104 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return None
 
 
-def local_call(call: AttentionCall, split: Split) -> AttentionCall:
-    """What a rank's kernel is called for, once for each rank's keys. The sinks are added afterwards."""
+def kernel_call(call: AttentionCall, split: Split) -> AttentionCall:
+    """A rank's own queries and the keys of one rank; the kernel is called for each. The sinks are added afterwards."""
     position_run = 1 if call.has_positions else split.run_length
     return call._replace(
         has_query_positions=True, has_key_value_positions=True, has_sinks=False, position_run=position_run
     )
 
 
-class Ring:
-    """One rank's part.
+def bring(rank: Rank) -> None:
+    """Brings nothing."""
 
-    Args:
-      inputs: what the rank holds.
-      call: of one rank.
-      split: of the rows.
+
+def fwd(inputs: AttentionInputs, rank: Rank) -> tuple[Float[Array, "B t N V"], Float[Array, "B t N"]]:
+    """Output and lse of this rank's queries."""
+    ring, own = Ring.of(inputs, rank), _TravellingKeys.of(inputs, rank.split)
+
+    def attend(keys: _TravellingKeys) -> tuple[Array, Array]:
+        output, lse = rank.fwd(_kernel_inputs(inputs, own, keys))
+        return output.astype(lse.dtype), lse
+
+    merged = ring.over_hops(own, attend, lambda merged, keys: merge(merged, attend(keys)))
+    output, lse = merged if inputs.sinks is None else add_sinks(merged, inputs.sinks)
+    return output.astype(rank.call.dtype), lse
+
+
+def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
+    """Gradients of this rank's queries, keys and values, summed in the softmax's dtype and rounded once."""
+    ring, own, dtype = Ring.of(inputs, rank), _TravellingKeys.of(inputs, rank.split), rank.call.softmax_dtype
+
+    def gradients(keys: _TravellingKeys) -> tuple[Array, ...]:
+        return tuple(part.astype(dtype) for part in rank.bwd(_kernel_inputs(inputs, own, keys), cotangent))
+
+    def add(summed: tuple[Array, ...], keys: _TravellingKeys) -> tuple[Array, ...]:
+        # The keys' gradients so far were complete when the last hop was: they travel while this hop's are computed.
+        d_query, *d_keys = summed
+        return jax.tree.map(jnp.add, (d_query, *ring.to_next(d_keys)), gradients(keys))
+
+    d_query, *d_keys = (x.astype(rank.call.dtype) for x in ring.over_hops(own, gradients, add))
+    d_key, d_value = ring.home(d_keys)
+    return d_query, d_key, d_value
+
+
+def _kernel_inputs(inputs: AttentionInputs, own: _TravellingKeys, keys: _TravellingKeys) -> AttentionInputs:
+    return AttentionInputs(
+        inputs.query,
+        keys.key,
+        keys.value,
+        None,
+        inputs.query_segment_ids,
+        keys.segment_ids,
+        own.positions,
+        keys.positions,
+    )
+
+
+class Ring(NamedTuple):
+    """The way of keys from rank to rank.
+
+    Attributes:
+      split: of the sequences.
+      num_hops: the number of ranks whose keys a rank's queries attend to, its own among them.
     """
 
-    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
-        self.split, self.num_hops = split, needed_hops(call, split, inputs.query_segment_ids)
-        positions = split.token_order(inputs) if inputs.query_positions is None else inputs.query_positions
-        self.own = _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
+    split: Split
+    num_hops: int | Int[Array, ""]
 
-    def forward(
-        self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves
-    ) -> tuple[Float[Array, "B t N V"], Float[Array, "B t N"]]:
-        """Output and lse of this rank's queries."""
+    @staticmethod
+    def of(inputs: AttentionInputs, rank: Rank) -> Ring:
+        """The ring of a call of one rank. Only the tokens' integers are read."""
+        return Ring(rank.split, needed_hops(rank.call, rank.split, inputs.query_segment_ids))
 
-        def attend(keys: _TravellingKeys) -> tuple[Array, Array]:
-            output, lse = halves.forward(self._inputs(inputs, keys), local_call, halves.tuning)
-            return output.astype(lse.dtype), lse
-
-        merged = self._over_hops(attend, lambda merged, keys: merge(merged, attend(keys)))
-        output, lse = merged if inputs.sinks is None else add_sinks(merged, inputs.sinks)
-        return output.astype(local_call.dtype), lse
-
-    def backward(
-        self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
-    ) -> Gradients:
-        """Gradients of this rank's queries, keys and values, summed in the softmax's dtype and rounded once."""
-        dtype = local_call.softmax_dtype
-
-        def gradients(keys: _TravellingKeys) -> tuple[Array, ...]:
-            parts = halves.backward(self._inputs(inputs, keys), local_call, halves.tuning, cotangent)
-            return tuple(part.astype(dtype) for part in parts)
-
-        def add(summed: tuple[Array, ...], keys: _TravellingKeys) -> tuple[Array, ...]:
-            # The keys' gradients so far were complete when the last hop was: they travel while this hop's are computed.
-            d_query, *of_keys = summed
-            return jax.tree.map(jnp.add, (d_query, *self._to_next(of_keys)), gradients(keys))
-
-        d_query, *of_keys = (x.astype(local_call.dtype) for x in self._over_hops(gradients, add))
-        d_key, d_value = self._home(of_keys)
-        return d_query, d_key, d_value
-
-    def _over_hops(
-        self, first: Callable[[_TravellingKeys], _Sums], add: Callable[[_Sums, _TravellingKeys], _Sums]
+    def over_hops(
+        self,
+        own: _TravellingKeys,
+        first: Callable[[_TravellingKeys], _Sums],
+        add: Callable[[_Sums, _TravellingKeys], _Sums],
     ) -> _Sums:
-        """What `first` makes of this rank's own keys, and `add` of that and of each other rank's keys in turn."""
+        """`first` of this rank's own keys; then `add` of the sum so far and of each other rank's keys in turn."""
         is_static = isinstance(self.num_hops, int)
         if is_static and self.num_hops == 1:
-            return first(self.own)
+            return first(own)
 
         # A loop, so that compile time doesn't grow with the number of ranks.
         def hop(_: Array, carried: tuple[_TravellingKeys, _Sums]) -> tuple[_TravellingKeys, _Sums]:
             keys, summed = carried
-            return lax.optimization_barrier((self._to_next(keys), add(summed, keys)))
+            return lax.optimization_barrier((self.to_next(keys), add(summed, keys)))
 
-        carried = lax.optimization_barrier((self._to_next(self.own), first(self.own)))
+        carried = lax.optimization_barrier((self.to_next(own), first(own)))
         if not is_static or self.num_hops > 2:
             carried = lax.fori_loop(0, self.num_hops - 2, hop, carried)
         keys, summed = carried
         return add(summed, keys)
 
-    def _inputs(self, inputs: AttentionInputs, keys: _TravellingKeys) -> AttentionInputs:
-        return AttentionInputs(
-            inputs.query,
-            keys.key,
-            keys.value,
-            None,
-            inputs.query_segment_ids,
-            keys.segment_ids,
-            self.own.positions,
-            keys.positions,
-        )
-
-    def _to_next(self, tree):
+    def to_next(self, tree):
+        """From each rank to the next one."""
         return self._shift(tree, 1)
 
-    def _home(self, tree):
+    def home(self, tree):
         """Back to the ranks that it came from."""
         if isinstance(self.num_hops, int):
             return self._shift(tree, 1 - self.num_hops)
@@ -155,11 +172,6 @@ class Ring:
         ranks = range(self.split.num_ranks)
         moves = [(rank, (rank + distance) % self.split.num_ranks) for rank in ranks]
         return jax.tree.map(lambda x: lax.ppermute(x, self.split.axis, moves), tree)
-
-
-def part_class(call: AttentionCall, split: Split) -> type[Ring]:
-    """The class of one rank's part."""
-    return Ring
 
 
 def num_hops(call: AttentionCall, split: Split) -> int:

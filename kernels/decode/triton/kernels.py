@@ -146,7 +146,7 @@ def merge_parts_kernel(
         values = tl.load(part_output + offset, mask=(part < num_parts)[:, None] & (column < value_dim), other=0.0)
         new_max = tl.maximum(row_max, tl.max(lses, 0))
         p, alpha = tl.exp(lses - new_max), tl.exp(row_max - new_max)
-        # A part without blocks wrote no output: what is there may be NaN.
+        # A part without blocks wrote no output: its memory may hold NaN.
         weighted = tl.where(lses[:, None] != float("-inf"), values * p[:, None], 0.0)
         acc, row_max, row_sum = acc * alpha + tl.sum(weighted, 0), new_max, row_sum * alpha + tl.sum(p, 0)
 

@@ -41,7 +41,7 @@ def _assemble(shards, chunks, array, num_stacked):
 
 
 @pytest.mark.parametrize("num_stacked", [0, 1, 2])
-def test_pieces_make_up_each_shard(num_stacked, rng):
+def test_chunks_make_up_each_shard(num_stacked, rng):
     for _ in range(60):
         num_dims = num_stacked + int(rng.integers(1, 4))
         shape = rng.integers(1, 7, num_dims).tolist()

@@ -17,14 +17,14 @@ from tests.layers.pretrained.golden import unpack
 from tests.layers.pretrained.samples import entry, file_bytes
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3000])
+@pytest.mark.parametrize("chunk_bytes", [1, 3000])
 @pytest.mark.parametrize(("case", "dtype"), [("gemma2", "bfloat16"), ("qwen3_moe", "float32")])
-def test_a_shard_that_grows_on_its_device_has_the_same_bits(case, dtype, piece_bytes, tmp_path, monkeypatch):
+def test_a_shard_that_grows_on_its_device_has_the_same_bits(case, dtype, chunk_bytes, tmp_path, monkeypatch):
     unpack(case, tmp_path)
     config = config_from_huggingface(tmp_path)
     expected = read_params(tmp_path, config, dtype=dtype)
     monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(shards, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", chunk_bytes)
     params = read_params(tmp_path, config, dtype=dtype)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
@@ -49,11 +49,11 @@ def write_random(folder, rng, dtype_of):
 
 @pytest.mark.parametrize("others", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("held", ["float32", "bfloat16"])
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-def test_layers_of_different_dtypes_keep_their_bits(others, held, piece_bytes, tmp_path, monkeypatch, rng):
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_layers_of_different_dtypes_keep_their_bits(others, held, chunk_bytes, tmp_path, monkeypatch, rng):
     arrays = write_random(tmp_path, rng, lambda name: jnp.dtype(others if "layers.1." in name else "bfloat16"))
     monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(shards, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", chunk_bytes)
     params = read_params(tmp_path, config_from_huggingface(tmp_path), dtype=held)
     found = np.asarray(params["blocks"][0]["mlp"]["down"]["kernel"])
     for layer in range(2):
@@ -81,14 +81,14 @@ def test_what_is_stored_wider_is_rounded_before_it_travels(stored, held, tmp_pat
     config = config_from_huggingface(tmp_path)
     expected = read_params(tmp_path, config, dtype=held)
     monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
-    read_piece, travelling = shards.ShardReader._read_piece, set()
+    read_chunk, travelling = shards.ShardReader._read_chunk, set()
 
     def recorded(reader, job):
-        parts = read_piece(reader, job)
+        parts = read_chunk(reader, job)
         travelling.update(part.dtype.name for part in parts)
         return parts
 
-    monkeypatch.setattr(shards.ShardReader, "_read_piece", recorded)
+    monkeypatch.setattr(shards.ShardReader, "_read_chunk", recorded)
     params = read_params(tmp_path, config, dtype=held)
     assert travelling == {held}
     jax.tree.map(np.testing.assert_array_equal, params, expected)
@@ -110,13 +110,13 @@ def test_the_host_holds_few_bytes_that_are_not_on_their_way(tmp_path, monkeypatc
     unpack("llama", tmp_path)
     config = config_from_huggingface(tmp_path)
     monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(shards, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(shards, "_CHUNK_BYTES", 1)
     monkeypatch.setattr(shards, "_BYTES_AHEAD", 500)
-    read_piece, lock, num_read, placed, most = shards.ShardReader._read_piece, threading.Lock(), 0, 0, 0
+    read_chunk, lock, num_read, placed, most = shards.ShardReader._read_chunk, threading.Lock(), 0, 0, 0
 
     def counted(reader, job):
         nonlocal num_read, most
-        parts = read_piece(reader, job)
+        parts = read_chunk(reader, job)
         with lock:
             num_read += job.num_bytes
             most = max(most, num_read - placed)
@@ -128,24 +128,24 @@ def test_the_host_holds_few_bytes_that_are_not_on_their_way(tmp_path, monkeypatc
             placed = num_bytes
         assert 0 < num_bytes <= total
 
-    monkeypatch.setattr(shards.ShardReader, "_read_piece", counted)
+    monkeypatch.setattr(shards.ShardReader, "_read_chunk", counted)
     read_params(tmp_path, config, progress=progress)
     assert num_read == placed > 8000, "all bytes are reported"
-    assert most < 1500, "what is read ahead, the piece that is being placed, and one that is larger than that"
+    assert most < 1500, "what is read ahead, the chunk that is being placed, and one that is larger than that"
 
 
-def test_a_piece_that_cannot_be_read_ends_the_loading(tmp_path, monkeypatch):
+def test_a_chunk_that_cannot_be_read_ends_the_loading(tmp_path, monkeypatch):
     unpack("llama", tmp_path)
     config = config_from_huggingface(tmp_path)
     monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
-    read_piece, calls = shards.ShardReader._read_piece, iter(range(1000))
+    read_chunk, calls = shards.ShardReader._read_chunk, iter(range(1000))
 
     def failing(reader, job):
         if next(calls) == 3:
             raise ValueError("model.safetensors ends at byte 7")
-        return read_piece(reader, job)
+        return read_chunk(reader, job)
 
-    monkeypatch.setattr(shards.ShardReader, "_read_piece", failing)
+    monkeypatch.setattr(shards.ShardReader, "_read_chunk", failing)
     with pytest.raises(ValueError, match="ends at byte 7"):
         read_params(tmp_path, config)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_params")]

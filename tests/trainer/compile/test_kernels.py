@@ -66,7 +66,7 @@ def test_each_distinct_kernel_is_compiled_once(monkeypatch):
     def layers(inputs):
         for mask in (CausalMask(), LocalMask(99, 0), CausalMask()):
             changed = call._replace(mask=mask)
-            output, _ = mosaic_gpu.forward(inputs, changed, mosaic_gpu.resolve(None, changed))
+            output, _ = mosaic_gpu.fwd(inputs, changed, mosaic_gpu.resolve(None, changed))
             inputs = inputs._replace(query=output)
         return inputs.query
 

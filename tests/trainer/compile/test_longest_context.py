@@ -1,7 +1,5 @@
 """The search for the longest context: as the config is, then with changes that are kept; few compilations."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 
@@ -92,35 +90,35 @@ def test_changes_are_kept_for_the_lengths_above_and_the_least_harmful_is_taken()
     ]
 
 
-def test_only_with_a_change_does_any_length_fit():
-    found, _ = search(
-        make_config(), lambda config: 500 if config.model.remat == "none" else config.sequence_length / 20
-    )
-    assert found.as_is.tokens is None
-    assert found.changed.tokens == 1920
-    assert describe_longest_context(found, 900)[0] == "longest context as the config is: none (128 don't fit)"
-
-
-def test_nothing_fits():
-    found, _ = search(make_config(), lambda config: 101)
-    assert found.changed.tokens is None
-    assert describe_longest_context(found, 900) == [
-        "no context fits, whatever changes are made: change the batch, the model or the topology"
-    ]
-
-
-def test_no_change_helps():
-    found, _ = search(make_config(), lambda config: config.sequence_length / 10.24)
-    assert describe_longest_context(found, 900) == [
-        "longest context as the config is: 1,024 tokens (1,152 don't fit)",
-        "no change of one field makes a longer one fit",
-    ]
-
-
-def test_everything_fits_up_to_the_last_position():
-    found, _ = search(make_config(), lambda config: 1)
-    assert (found.as_is.tokens, found.as_is.too_long) == (2**30, None)
-    assert describe_longest_context(found, 900)[0] == "longest context as the config is: 1,073,741,824 tokens"
+@pytest.mark.parametrize(
+    ("needed", "tokens", "lines"),
+    [
+        (
+            lambda config: 500 if config.model.remat == "none" else config.sequence_length / 20,
+            (None, 1920),
+            ["longest context as the config is: none (128 don't fit)"],
+        ),
+        (
+            lambda config: 101,
+            (None, None),
+            ["no context fits, whatever changes are made: change the batch, the model or the topology"],
+        ),
+        (
+            lambda config: config.sequence_length / 10.24,
+            (1024, 1024),
+            [
+                "longest context as the config is: 1,024 tokens (1,152 don't fit)",
+                "no change of one field makes a longer one fit",
+            ],
+        ),
+        (lambda config: 1, (2**30, 2**30), ["longest context as the config is: 1,073,741,824 tokens"]),
+    ],
+    ids=["with a change only", "nothing", "no change helps", "everything"],
+)
+def test_what_fits_is_told(needed, tokens, lines):
+    found, _ = search(make_config(), needed)
+    assert (found.as_is.tokens, found.changed.tokens) == tokens
+    assert describe_longest_context(found, 900)[: len(lines)] == lines
 
 
 def test_a_length_that_cannot_be_compiled_does_not_fit():

@@ -1,7 +1,5 @@
 """A step that compiles slowly is told with its causes and what to compare; another is not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

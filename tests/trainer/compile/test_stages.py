@@ -44,20 +44,6 @@ def test_report_and_program(rng):
     )
 
 
-def test_memory_counts_temporaries():
-    def needs_a_square(x):
-        return jnp.sin(x[:, None] * x[None, :]) @ x
-
-    _, report = compile_in_stages(jax.jit(needs_a_square), jax.ShapeDtypeStruct((512,), jnp.float32), name="square")
-    assert report.memory.peak >= 4 * 512 * 512
-
-
-def test_a_compiled_program_refuses_other_shapes():
-    compiled, _ = compile_in_stages(make_step(1.0), *ARGS, name="step")
-    with pytest.raises(TypeError):
-        compiled(jnp.zeros((32, 32)), jnp.zeros((32, 8)))
-
-
 def test_second_compilation_hits_the_cache(cache_dir, rng):
     factor = rng.standard_normal()
     _, first = compile_in_stages(make_step(factor), *ARGS, name="step")
@@ -67,19 +53,10 @@ def test_second_compilation_hits_the_cache(cache_dir, rng):
     assert len([path for path in cache_dir.iterdir() if path.name.endswith("-cache")]) == 2
 
 
-def test_turned_off_nothing_is_cached(cache_dir, rng):
-    use_compilation_cache("")
-    factor = rng.standard_normal()
-    reports = [compile_in_stages(make_step(factor), *ARGS, name="step")[1] for _ in range(2)]
-    assert not any(report.cache_hit for report in reports)
-    assert not list(cache_dir.iterdir())
-
-
 def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"compilation\.cache_dir='.*file/cache' is not a folder that can be written to"
-    ):
+    told = r"compilation\.cache_dir='.*file/cache' is not a folder that can be written to"
+    with pytest.raises(ValueError, match=told):
         use_compilation_cache(str(tmp_path / "file" / "cache"))
 
 

@@ -1,7 +1,5 @@
 """TrainConfig refuses, before any device starts, what can't be trained."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -13,93 +11,97 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels import (
-    BlockwiseTuning,
-    CausalMask,
-    LocalMask,
-    MosaicBackwardTuning,
-    MosaicForwardTuning,
-    MosaicGpuTuning,
-    MultiHeadMask,
-    SplashTuning,
-    TritonDecodeTuning,
-    TritonTiles,
-    TritonTuning,
-)
+import kernels
+from kernels import CausalMask, LocalMask, MultiHeadMask
 from layers import GPT, GPTConfig, LayerOverride, MoEConfig, RopeScaling
-from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TensorConfig, TrainConfig, WatchdogConfig
+from trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SamplesConfig,
+    TensorConfig,
+    TrainConfig,
+    WatchdogConfig,
+)
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
 from trainer.step.sharding import PARTITION_RULES, axes_of, partition_spec, path_name
 
 # No two dims of a parameter have the same length, so that a length tells which field it comes from.
-MODEL = GPTConfig(
-    vocab_size=22,
-    num_layers=5,
-    width=14,
-    num_heads=12,
-    num_kv_heads=6,
-    head_dim=4,
-    mlp_width=26,
-    tie_embeddings=False,
-    mlp="swiglu",
-    mlp_bias=True,
-    attention_bias=True,
-    output_bias=True,
-    qk_norm="per_head",
-    sinks=True,
-    norm_placement="both",
-)
-MIXTURE = dataclasses.replace(
-    MODEL,
-    mlp_bias=False,
-    moe=MoEConfig(num_experts=7, num_experts_per_token=2, expert_width=34, router_bias=True, expert_bias=True),
-)
+SIZES = {"vocab_size": 22, "num_layers": 5, "width": 14, "num_heads": 12, "num_kv_heads": 6, "head_dim": 4}
+BIASES = {"mlp_bias": True, "attention_bias": True, "output_bias": True}
+NORMS = {"qk_norm": "per_head", "norm_placement": "both"}
+MODEL = GPTConfig(**SIZES, mlp_width=26, tie_embeddings=False, mlp="swiglu", sinks=True, **BIASES, **NORMS)
+EXPERTS = MoEConfig(num_experts=7, num_experts_per_token=2, expert_width=34, router_bias=True, expert_bias=True)
+MIXTURE = dataclasses.replace(MODEL, mlp_bias=False, moe=EXPERTS)
 CONFIG = TrainConfig("test", MODEL, 20, sequence_length=64, batch_size=2, optimizer=OptimizerConfig(num_warmup_steps=2))
 PER_HEAD = MultiHeadMask([CausalMask()] * 6 + [CausalMask() & LocalMask(7, 0)] * 6)
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "epsilon", "clip_norm"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_the_optimizer_refuses_what_is_not_positive_and_finite(name, value):
-    with pytest.raises(ValueError, match=rf"optimizer\.{name}={value} must be positive and finite"):
-        OptimizerConfig(**{name: value})
-
-
-@pytest.mark.parametrize("name", ["beta1", "beta2"])
-@pytest.mark.parametrize("value", [-0.1, 1.0, math.inf, math.nan])
-def test_a_moment_must_forget(name, value):
-    with pytest.raises(ValueError, match=rf"optimizer\.{name}={value} must be at least 0 and less than 1"):
-        OptimizerConfig(**{name: value})
+POSITIVE = "must be positive and finite"
+NOT_NEGATIVE = "must be finite and not negative"
 
 
 @pytest.mark.parametrize(
     ("cls", "change", "message"),
     [
-        (OptimizerConfig, {"weight_decay": math.nan}, r"optimizer\.weight_decay=nan must be finite and not negative"),
-        (OptimizerConfig, {"weight_decay": math.inf}, r"optimizer\.weight_decay=inf must be finite and not negative"),
-        (OptimizerConfig, {"num_warmup_steps": -1}, r"optimizer\.num_warmup_steps=-1 must be finite and not negative"),
+        *((OptimizerConfig, {name: value}, rf"optimizer\.{name}={value} {POSITIVE}")
+          for name in ("learning_rate", "epsilon", "clip_norm") for value in (0.0, -1.0, math.inf, math.nan)),
+        *((OptimizerConfig, {name: value}, rf"optimizer\.{name}={value} must be at least 0 and less than 1")
+          for name in ("beta1", "beta2") for value in (-0.1, 1.0, math.inf, math.nan)),
+        *((OptimizerConfig, {"weight_decay": value}, rf"optimizer\.weight_decay={value} {NOT_NEGATIVE}")
+          for value in (math.nan, math.inf)),
+        *((LossConfig, {"z_loss": value}, rf"loss\.z_loss={value} {NOT_NEGATIVE}; 0 turns it off")
+          for value in (math.nan, math.inf, -1.0)),
+        (OptimizerConfig, {"num_warmup_steps": -1}, rf"optimizer\.num_warmup_steps=-1 {NOT_NEGATIVE}"),
+        (OptimizerConfig, {"final_learning_rate_fraction": 1.1}, r"final_learning_rate_fraction=1.1 must lie between"),
         (OptimizerConfig, {"decay_fraction": math.nan}, r"optimizer\.decay_fraction=nan must lie between 0 and 1"),
-        (LossConfig, {"z_loss": math.nan}, r"loss\.z_loss=nan must be finite and not negative; 0 turns it off"),
-        (LossConfig, {"z_loss": math.inf}, r"loss\.z_loss=inf must be finite"),
-        (LossConfig, {"z_loss": -1.0}, r"loss\.z_loss=-1.0 must be finite and not negative"),
-        (LossConfig, {"chunk_size": 0}, r"loss\.chunk_size=0 must be at least 1"),
         (OptimizerConfig, {"skip_grad_norm_above": 1.0}, r"optimizer\.skip_grad_norm_above=1.0 must be more than 1"),
         (OptimizerConfig, {"max_skipped_in_a_row": 0}, r"optimizer\.max_skipped_in_a_row=0 must be at least 1"),
-        (WatchdogConfig, {"factor": 1.0}, r"watchdog\.factor=1.0 must be more than 1"),
-        (
-            WatchdogConfig,
-            {"min_seconds": 0.0},
-            r"watchdog\.min_seconds=0.0 must be positive and finite; watchdog\.enabled",
-        ),
-        (WatchdogConfig, {"first_seconds": math.inf}, r"watchdog\.first_seconds=inf must be positive and finite"),
+        (LossConfig, {"chunk_size": 0}, r"loss\.chunk_size=0 must be at least 1"),
+        (DataConfig, {"validation_fraction": 0.0}, r"data\.validation_fraction=0.0 must lie strictly between 0 and 1"),
+        (DataConfig, {"validation_fraction": 1.0}, r"data\.validation_fraction=1.0 must lie strictly between 0 and 1"),
+        (DataConfig, {"token_cache_gib": math.inf}, r"data\.token_cache_gib=inf must be at least 0 and finite"),
+        (OptimizerConfig, {"momentum": 1.0}, r"optimizer\.momentum=1.0 must be at least 0 and less than 1"),
+        (SamplesConfig, {"seed": -1}, r"samples\.seed=-1 must not be negative"),
         (LossConfig, {"implementation": "triton"}, r"loss\.implementation='triton' is not one of "),
         (TensorConfig, {"collectives": "nccl"}, r"tensor\.collectives='nccl' is not one of "),
+        (WatchdogConfig, {"factor": 1.0}, r"watchdog\.factor=1.0 must be more than 1"),
+        (WatchdogConfig, {"min_seconds": 0.0}, rf"watchdog\.min_seconds=0.0 {POSITIVE}; watchdog\.enabled"),
+        (WatchdogConfig, {"first_seconds": math.inf}, rf"watchdog\.first_seconds=inf {POSITIVE}"),
     ],
-)
+)  # fmt: skip
 def test_a_section_refuses(cls, change, message):
     with pytest.raises(ValueError, match=message):
         cls(**change)
+
+
+@pytest.mark.parametrize(
+    ("cls", "section", "names"),
+    [
+        (DataConfig, "data", ["num_prefetch_batches"]),
+        (MeshConfig, "mesh", ["data", "fsdp", "tensor", "context"]),
+        (EvaluationConfig, "evaluation", ["every_num_steps", "num_sequences"]),
+        (SamplesConfig, "samples", ["num_tokens"]),
+        (CheckpointConfig, "checkpoint", ["every_num_steps", "num_kept"]),
+    ],
+)
+def test_counts_are_at_least_1(cls, section, names):
+    for name in names:
+        with pytest.raises(ValueError, match=rf"^{section}\.{name}=0 must be at least 1$"):
+            cls(**{name: 0})
+        assert getattr(cls(**{name: 1}), name) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"]
+)
+def test_a_run_has_at_least_1_of_each(name):
+    with pytest.raises(ValueError, match=rf"^{name}=0 must be at least 1$"):
+        dataclasses.replace(CONFIG, **{name: 0})
 
 
 def test_the_edges_of_what_is_allowed():
@@ -117,10 +119,7 @@ def test_the_edges_of_what_is_allowed():
             r"optimizer\.num_warmup_steps=17 leaves too few of num_steps=20 for the wsd decay; use at most 16",
         ),
         ({"seed": -1}, "seed=-1 must not be negative"),
-        (
-            {"model": dataclasses.replace(MODEL, param_dtype="bfloat16")},
-            r"model\.param_dtype='bfloat16'.*set it to float32",
-        ),
+        ({"model": dataclasses.replace(MODEL, param_dtype="bfloat16")}, r"param_dtype='bfloat16'.*set it to float32"),
         (
             {"model": dataclasses.replace(MODEL, masks=(CausalMask(), PER_HEAD)), "mesh": MeshConfig(tensor=2)},
             r"MultiHeadMask, whose heads mesh\.tensor=2 would split.*set mesh\.tensor to 1, or use one mask",
@@ -144,16 +143,12 @@ def splits_of_the_partition_rules() -> set[tuple[str, tuple[str, ...]]]:
     fields[MIXTURE.moe.expert_width] = "moe.expert_width"
     splits, num_rules = set(), set()
     for model in (MODEL, MIXTURE):
-        params = nnx.to_pure_dict(
-            nnx.state(nnx.eval_shape(lambda model=model: GPT(model, rngs=nnx.Rngs(0))), nnx.Param)
-        )
+        module = nnx.eval_shape(lambda model=model: GPT(model, rngs=nnx.Rngs(0)))
+        params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
             spec = partition_spec(path_name(path), leaf.shape, mesh)
-            splits |= {
-                (fields[length], axes)
-                for length, entry in zip(leaf.shape, spec, strict=True)
-                if (axes := axes_of(entry))
-            }
+            lengths = zip(leaf.shape, spec, strict=True)
+            splits |= {(fields[length], axes) for length, entry in lengths if (axes := axes_of(entry))}
             num_rules.add(spec)
     assert num_rules == {spec for _, spec in PARTITION_RULES}
     return splits
@@ -173,9 +168,8 @@ def test_refuses_exactly_what_the_partition_rules_cannot_split():
             for axis in axes:
                 if (name, axes) in splits:
                     product = " × ".join(rf"mesh\.{axis}" for axis in axes)
-                    with pytest.raises(
-                        ValueError, match=rf"model\.{name}=\d+ is not a multiple of {product} = 2; use "
-                    ):
+                    told = rf"model\.{name}=\d+ is not a multiple of {product} = 2; use "
+                    with pytest.raises(ValueError, match=told):
                         dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
                 else:
                     dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
@@ -184,9 +178,8 @@ def test_refuses_exactly_what_the_partition_rules_cannot_split():
 def test_refuses_experts_that_tensor_cannot_split():
     config = dataclasses.replace(CONFIG, model=MIXTURE, mesh=MeshConfig(tensor=2))
     odd = dataclasses.replace(MIXTURE, moe=dataclasses.replace(MIXTURE.moe, expert_width=33))
-    with pytest.raises(
-        ValueError, match=r"model\.moe\.expert_width=33 is not a multiple of mesh\.tensor = 2; use 34, "
-    ):
+    told = r"model\.moe\.expert_width=33 is not a multiple of mesh\.tensor = 2; use 34, "
+    with pytest.raises(ValueError, match=told):
         dataclasses.replace(config, model=odd)
     # There is no other MLP whose width could matter.
     dataclasses.replace(config, model=dataclasses.replace(MIXTURE, mlp_width=25))
@@ -241,15 +234,15 @@ def test_a_number_of_any_size_is_refused_or_fits_the_device(path, types):
 @pytest.mark.parametrize(
     "tuning",
     [
-        BlockwiseTuning(16, 32),
-        SplashTuning.square(256, backward="fused"),
-        MosaicGpuTuning("split", MosaicForwardTuning(3, 64), MosaicBackwardTuning(one_gradient_per_warpgroup=True)),
-        TritonTuning(query=TritonTiles(32, 64, num_warps=8)),
+        kernels.BlockwiseTuning(16, 32),
+        kernels.SplashTuning.square(256, backward="fused"),
+        kernels.MosaicGpuTuning("split", kernels.MosaicForwardTuning(3, 64), kernels.MosaicBackwardTuning(3)),
+        kernels.TritonTuning(query=kernels.TritonTiles(32, 64, num_warps=8)),
     ],
     ids=lambda tuning: type(tuning).__name__,
 )
 def test_a_tuning_object_is_saved_and_read_back(tuning):
-    model = dataclasses.replace(CONFIG.model, implementation=tuning, decode_implementation=TritonDecodeTuning())
+    model = dataclasses.replace(CONFIG.model, implementation=tuning, decode_implementation=kernels.TritonDecodeTuning())
     saved = json.loads(json.dumps(config_to_json(dataclasses.replace(CONFIG, model=model))))
     assert config_from_json(saved).model == model
     assert saved["model"]["implementation"]["tuning"] == type(tuning).__name__
@@ -265,10 +258,7 @@ def test_a_tuning_object_is_saved_and_read_back(tuning):
         ({"tuning": "BlockwiseTuning", "block_q": 16, "block_k": 16}, "this version knows no 'block_k'"),
         ({"tuning": "BlockwiseTuning", "block_q": 16}, "missing 1 required positional argument: 'block_kv'"),
         ({"tuning": "BlockwiseTuning", "block_q": 0, "block_kv": 1}, "block_q=0 and block_kv=1 must be at least 1"),
-        (
-            {"tuning": "BlockwiseTuning", "block_q": "x", "block_kv": 1},
-            "model.implementation.block_q='x' is of type str",
-        ),
+        ({"tuning": "BlockwiseTuning", "block_q": "x", "block_kv": 1}, "implementation.block_q='x' is of type str"),
         ({"tuning": "TritonDecodeTuning"}, "TritonDecodeTuning.* is no backend of attention"),
     ],
 )
@@ -280,16 +270,10 @@ def test_a_saved_tuning_that_cannot_be_read_back_is_told(saved, message):
 
 
 def test_what_layers_are_made_of_is_read_back():
-    model = dataclasses.replace(
-        MODEL,
-        layer_overrides=(
-            LayerOverride(rope_base=None, num_kv_heads=4),
-            LayerOverride(rope_scaling=RopeScaling("longrope", 2.0, short_factors=(1.0, 1.5), long_factors=(1.0, 3.0))),
-        ),
-        rope_scaling=RopeScaling("yarn", 4.0, attention_factor=1.2, truncate=False),
-        mlp_bias=False,
-        moe=MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=8, router_bias=True),
-    )
+    longrope = RopeScaling("longrope", 2.0, short_factors=(1.0, 1.5), long_factors=(1.0, 3.0))
+    overrides = (LayerOverride(rope_base=None, num_kv_heads=4), LayerOverride(rope_scaling=longrope))
+    yarn = RopeScaling("yarn", 4.0, attention_factor=1.2, truncate=False)
+    model = dataclasses.replace(MIXTURE, layer_overrides=overrides, rope_scaling=yarn)
     config = dataclasses.replace(CONFIG, model=model)
     assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
     saved = config_to_json(config)
@@ -300,9 +284,8 @@ def test_what_layers_are_made_of_is_read_back():
 
 def test_a_layers_own_heads_divide_over_tensor():
     model = dataclasses.replace(MODEL, layer_overrides=(LayerOverride(), LayerOverride(num_kv_heads=3)))
-    with pytest.raises(
-        ValueError, match=r"layer_overrides gives layer 1 num_kv_heads=3, which mesh.tensor = 2 does not divide; make"
-    ):
+    told = r"layer_overrides gives layer 1 num_kv_heads=3, which mesh.tensor = 2 does not divide; make"
+    with pytest.raises(ValueError, match=told):
         dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=2))
 
 

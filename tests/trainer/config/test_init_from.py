@@ -1,7 +1,5 @@
 """What a config says on top of a folder's model: a run's own settings, a longer context; all else is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -88,14 +86,11 @@ def test_what_a_longer_context_needs_is_the_configs_where_it_says_so(pretrained,
 def test_what_belongs_to_the_parameters_is_left_out_or_the_same(pretrained, folder, config_file):
     same = "num_heads=4, num_kv_heads=2, mlp='swiglu'"
     assert parse(config_file(same), "--init-from", folder, "--model.width", pretrained.model.width).model.width == 32
-    told = f"init_from='{folder}' holds another model than the config asks for: "
-    assert refusal(config_file("num_heads=24, sinks=True"), "--init-from", folder) == (
-        f"{told}model.num_heads=24 (there 4), model.sinks=True (there False); "
-        "leave these out: a model's shape comes with its parameters"
-    )
-    assert refusal(config_file(), "--init-from", folder, "--model.vocab-size", 50304) == (
-        f"{told}model.vocab_size=50304 (there 304); leave this out: a model's shape comes with its parameters"
-    )
+    told = f"init_from='{folder}' holds another model than the config asks for: model."
+    of_page = refusal(config_file("num_heads=24, sinks=True"), "--init-from", folder)
+    assert of_page.startswith(f"{told}num_heads=24 (there 4), model.sinks=True (there False); leave these out: ")
+    of_flags = refusal(config_file(), "--init-from", folder, "--model.vocab-size", 50304)
+    assert of_flags == f"{told}vocab_size=50304 (there 304); leave this out: a model's shape comes with its parameters"
 
 
 def test_a_meshs_divisors_are_checked_against_the_folders_model(folder, config_file):
@@ -130,9 +125,8 @@ def test_of_another_run_its_config_tells_model_and_tokenizer(tmp_path, config_fi
         told = ("--model.masks", *map(repr, others))
         assert parse(config_file(), "--init-from", workdir.path, *told).model.masks == others
     workdir.config.unlink()
-    assert refusal(config_file(), "--init-from", workdir.path).endswith(
-        "config.json can't be read: No such file or directory"
-    )
+    told = refusal(config_file(), "--init-from", workdir.path)
+    assert told.endswith("config.json can't be read: No such file or directory")
 
 
 def under(model: GPTConfig, **page) -> GPTConfig:
@@ -161,32 +155,6 @@ def test_layers_may_turn_otherwise_but_not_have_other_heads():
     assert under(OTHER, layer_overrides=overrides).layer_overrides == overrides
     with pytest.raises(UserMistake, match=r"layer 1 num_kv_heads and head_dim of \(1, 8\), and .* has \(2, 8\)"):
         under(OTHER, layer_overrides=(LayerOverride(), LayerOverride(num_kv_heads=1)))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "llama has no file config.json"),
-        ("{", "config.json isn't JSON"),
-        ('{"model_type": "dream", "auto_map": {}}', "code of the folder's own, which its auto_map names, is never run"),
-        (
-            '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}',
-            "expected weights that aren't quant",
-        ),
-        ('{"model_type": "dream"}', "has model_type='dream'; expected one of llama"),
-        ("{}", "has model_type=None; expected one of llama"),
-    ],
-)
-def test_a_folder_that_describes_no_known_model_is_refused(folder, config_file, text, message):
-    (folder / "config.json").unlink()
-    if text is not None:
-        (folder / "config.json").write_text(text)
-    told = refusal(config_file(), "--init-from", folder)
-    assert told.startswith(f"init_from='{folder}': {folder}")
-    assert message in told
-    with pytest.raises(UserMistake) as refused:
-        parse_compile_command(["--config", str(config_file()), "--init-from", str(folder)])
-    assert message in str(refused.value)
 
 
 def test_what_is_no_folder_is_refused(folder, config_file):

@@ -1,25 +1,13 @@
 """A config that can't be read back from a workdir is refused before anything is trained or written."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from kernels import (
-    BlockwiseTuning,
-    CausalMask,
-    ChunkedCausalMask,
-    FullMask,
-    LocalMask,
-    Mask,
-    MaskFn,
-    MultiHeadMask,
-    NumpyMask,
-    PrefixMask,
-)
+import kernels
+from kernels import BlockwiseTuning, CausalMask, LocalMask, Mask, MaskFn, MultiHeadMask, NumpyMask
 from layers import GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from trainer.config import DataConfig, TrainConfig, WandbConfig
 from trainer.config.file import check_types, require_readable
@@ -110,13 +98,16 @@ def test_a_section_of_a_derived_class_is_refused():
 @pytest.mark.parametrize(
     "config",
     [
-        config_of(masks=(FullMask() | PrefixMask(3), ~LocalMask(None, 2) & (CausalMask(-1) | ChunkedCausalMask(16)))),
+        config_of(
+            masks=(kernels.FullMask() | kernels.PrefixMask(3), ~LocalMask(None, 2) & kernels.ChunkedCausalMask(16))
+        ),
+        config_of(masks=(CausalMask(-1) | LocalMask(None, 2),)),
         config_of(masks=(MultiHeadMask([CausalMask(), LocalMask(np.int64(3), np.int32(0))]),)),
         config_of(implementation=BlockwiseTuning(64, 64), moe=MoEConfig(2, 1, 16), rope_base=None),
         config_of(layer_overrides=(LayerOverride(), LayerOverride(rope_scaling=RopeScaling("linear", 2.0)))),
         dataclasses.replace(
             config_of(norm_epsilon=np.float64(1e-5)),
-            data=DataConfig(source="text", files=("a/*.txt",), end_of_document_token="</s>"),
+            data=DataConfig("text", ("a/*.txt",), end_of_document_token="</s>"),
         ),
     ],
 )

@@ -1,7 +1,5 @@
 """A name that isn't known is answered with the one that was meant."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainer.config import OptimizerConfig

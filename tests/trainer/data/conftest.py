@@ -1,7 +1,5 @@
 """Small corpora in files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.config import DataConfig
-from trainer.data import Corpus, Documents, make_train_iterator
+from trainer.data import Corpus, DataError, Documents, load_corpus, make_train_iterator
 from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE
 from trainer.data.tokenizers import ByteTokenizer
@@ -30,6 +28,29 @@ def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
         return DataConfig(token_cache_dir=str(tmp_path / "cache"), **fields)
 
     return make
+
+
+@pytest.fixture
+def load(data_config) -> Callable[..., Corpus]:
+    """Loads a corpus of the test's folder. `load.said`: the lines told of the last one."""
+
+    def load(source: str, *files: str, vocab_size: int = 50_304, **fields) -> Corpus:
+        load.said = []
+        config = data_config(source=source, files=files, **fields)
+        return load_corpus(config, vocab_size=vocab_size, on_progress=load.said.append)
+
+    return load
+
+
+@pytest.fixture
+def refuses(load) -> Callable[..., None]:
+    """Checks that such a corpus is refused with a message."""
+
+    def refuses(message: str, *arguments, **fields) -> None:
+        with pytest.raises(DataError, match=message):
+            load(*arguments, **fields)
+
+    return refuses
 
 
 @pytest.fixture

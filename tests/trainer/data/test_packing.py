@@ -1,7 +1,5 @@
 """Packing: every target once, nothing cut that fits, ids and positions that agree, little padding."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
@@ -140,10 +138,3 @@ def test_documents_stand_between_their_delimiters(rng, begin, end):
     estimate = estimate_unigram_entropy(documents, 100)
     assert estimate.nats_per_token == pytest.approx(-(shares * np.log(shares)).sum())
     assert estimate.num_tokens == counts.sum()
-
-
-@pytest.mark.parametrize(
-    ("start", "stop", "expected"), [(0, 5, [9, 1, 2, 3, 9]), (0, 1, [9]), (4, 5, [9]), (1, 3, [1, 2])]
-)
-def test_stream_wraps_a_document_in_end_of_document(make_documents, start, stop, expected):
-    assert make_documents([[1, 2, 3]], end_of_document_id=9).stream(0, start, stop).tolist() == expected

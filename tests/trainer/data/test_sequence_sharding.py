@@ -1,7 +1,5 @@
 """Sequences sharded over devices: `token_order` puts every array back, padding is level, the stream stays the same."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -23,15 +21,9 @@ MASKS = (CausalMask() & LocalMask(15, 0), CausalMask(), CausalMask() & LocalMask
 @pytest.fixture
 def config() -> TrainConfig:
     model = GPTConfig(vocab_size=260, num_layers=5, width=16, num_heads=2, num_kv_heads=2, head_dim=8, masks=MASKS)
+    sizes = {"num_steps": 200, "sequence_length": T, "batch_size": 4, "gradient_accumulation": 2}
     return TrainConfig(
-        "sharded",
-        model,
-        num_steps=200,
-        sequence_length=T,
-        batch_size=4,
-        gradient_accumulation=2,
-        mesh=MeshConfig(context=4),
-        evaluation=EvaluationConfig(num_sequences=5),
+        "sharded", model, mesh=MeshConfig(context=4), evaluation=EvaluationConfig(num_sequences=5), **sizes
     )
 
 
@@ -122,18 +114,16 @@ def test_the_models_masks_weigh_as_many_layers_as_have_them(config, rng):
     assert sharder.masks == {near: 3, far: 2}
     ids = np.sort(rng.integers(1, 4, T)).astype(np.int32)
     positions = np.arange(T, dtype=np.int32) - np.searchsorted(ids, ids).astype(np.int32)
-    sequence = {"segment_ids": ids, "positions": positions}
     documents = {"segment_ids": ids, "positions": positions}
     expected = shard_sequence("balanced", T, 4, masks={near: 3.0, far: 2.0}, **documents)
-    np.testing.assert_array_equal(sharder(sequence)["token_order"], expected)
-    wide = dataclasses.replace(
-        config.model, layer_overrides=(LayerOverride(), LayerOverride(head_dim=32), LayerOverride())
-    )
+    np.testing.assert_array_equal(sharder(documents)["token_order"], expected)
+    overrides = (LayerOverride(), LayerOverride(head_dim=32), LayerOverride())
+    wide = dataclasses.replace(config.model, layer_overrides=overrides)
     assert SequenceSharder.of(dataclasses.replace(config, model=wide), "balanced").masks == {near: 3, far: 8}
     heads = MultiHeadMask([near, far])
     by_heads = dataclasses.replace(config, model=dataclasses.replace(config.model, masks=(heads,)))
     expected = shard_sequence("balanced", T, 4, masks={near: 2.5, far: 2.5}, **documents)
-    np.testing.assert_array_equal(SequenceSharder.of(by_heads, "balanced")(sequence)["token_order"], expected)
+    np.testing.assert_array_equal(SequenceSharder.of(by_heads, "balanced")(documents)["token_order"], expected)
 
 
 @pytest.mark.parametrize("num_padded", [0, 3000, 16_384])
@@ -146,9 +136,8 @@ def test_padding_counts_as_what_it_costs(num_padded, rng):
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     positions = np.arange(length) - np.repeat(starts, np.diff(starts, append=length))
     sequence = {"segment_ids": ids, "positions": np.where(ids == 0, 0, positions)}
-    token_order = SequenceSharder("balanced", length, num_ranks, masks, keep_documents_apart=True)(sequence)[
-        "token_order"
-    ]
+    sharder = SequenceSharder("balanced", length, num_ranks, masks, keep_documents_apart=True)
+    token_order = sharder(sequence)["token_order"]
     costs = chunk_costs(masks, length, 128, segment_ids=ids, positions=positions)
     assert imbalance(costs[token_order[::128] // 128].reshape(num_ranks, -1)) <= 1.03
 
@@ -163,47 +152,26 @@ def test_sharded_batches_over_eight_devices_have_the_loss_of_one_device(tmp_path
     """Validation batches, the last of them filled up with padding, and batches of the stream."""
     for number, text in enumerate(random_texts(30)):
         (tmp_path / f"{number}.txt").write_text(text)
-    model = GPTConfig(
-        vocab_size=260,
-        num_layers=2,
-        width=16,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_width=32,
-        masks=(CausalMask() & LocalMask(31, 0), CausalMask()),
-        implementation="reference",
-        compute_dtype="float32",
-        remat="none",
-    )
+    sizes = {"num_layers": 2, "width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_width": 32}
+    how = {"implementation": "reference", "compute_dtype": "float32", "remat": "none"}
+    model = GPTConfig(260, masks=(CausalMask() & LocalMask(31, 0), CausalMask()), **sizes, **how)
     data = {"files": (f"{tmp_path}/*.txt",), "validation_fraction": 0.3, "token_cache_dir": f"{tmp_path}/tokens"}
-    base = TrainConfig(
-        "sharded",
-        model,
-        num_steps=200,
-        sequence_length=128,
-        batch_size=2,
-        data=DataConfig(source="text", **data),
-        evaluation=EvaluationConfig(num_sequences=3),  # fills one batch and half of another
-        compilation=CompilationConfig(cache_dir=""),
-    )
+    parts = {"data": DataConfig(source="text", **data), "compilation": CompilationConfig(cache_dir="")}
+    parts["evaluation"] = EvaluationConfig(num_sequences=3)  # fills one batch and half of another
+    base = TrainConfig("sharded", model, num_steps=200, sequence_length=128, batch_size=2, **parts)
     params = None
 
     def evaluate_on(mesh, sequence_sharding=None):
         nonlocal params
-        setup = prepare(
-            dataclasses.replace(base, mesh=mesh, context=ContextConfig(sequence_sharding=sequence_sharding)),
-            lambda line: None,
-        )
+        context = ContextConfig(sequence_sharding=sequence_sharding)
+        setup = prepare(dataclasses.replace(base, mesh=mesh, context=context), lambda line: None)
         params = jax.device_get(setup.functions.init_state().params) if params is None else params
         placed = jax.device_put(params, setup.functions.state_shardings.params)
         training = [setup.put(next(setup.batches)) for _ in range(3)]
         setup.batches.close()
         assert ("token_order" in training[0]) == (sequence_sharding is not None)
-        return [
-            evaluate(setup.functions.eval_step, placed, batches, None)
-            for batches in (setup.validation_batches, training)
-        ]
+        each = (setup.validation_batches, training)
+        return [evaluate(setup.functions.eval_step, placed, batches, None) for batches in each]
 
     whole = evaluate_on(MeshConfig())
     for mesh, sequence_sharding in (

@@ -1,7 +1,5 @@
 """The token cache: built once, whole or absent, by one builder at a time, and never stale."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing
@@ -84,22 +82,6 @@ def test_a_killed_builder_leaves_no_entry_and_no_lock(tmp_path):
     assert not (tmp_path / "key.partial").exists()
 
 
-def test_builders_of_one_key_take_turns(tmp_path):
-    log: list[str] = []
-
-    def build(folder: Path) -> dict:
-        log.append("built")
-        time.sleep(0.1)
-        return _write("whole")(folder)
-
-    threads = [threading.Thread(target=TokenCache(tmp_path).get_or_build, args=("key", build)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert log == ["built"]
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"token cache .*file/cache cannot be written.*set data.token_cache_dir"):
@@ -118,20 +100,6 @@ def test_keys_tell_files_and_settings_apart(tmp_path):
     os.utime(path, ns=(0, 0))
     others.add(cache_key([path], tokenizer="byte"))
     assert len(others) == 4
-
-
-def test_an_entry_that_is_not_what_was_written_is_made_again(tmp_path, rng):
-    said: list[str] = []
-    cache, log = TokenCache(tmp_path, on_progress=said.append), []
-    folder = cache.get_or_build("key", _write("x" * 100, log)).folder
-    for name in ("content", "entry.json"):
-        data = bytearray((folder / name).read_bytes())
-        bit = int(rng.integers(8 * len(data)))
-        data[bit // 8] ^= 1 << bit % 8
-        (folder / name).write_bytes(data)
-        assert _content(cache.get_or_build("key", _write("x" * 100, log))) == "x" * 100
-        assert f"damaged ({name} is not what was written); it is made again" in said.pop()
-    assert len(log) == 3
 
 
 def test_a_damaged_entry_in_use_is_replaced_without_waiting(tmp_path):
@@ -198,10 +166,9 @@ def test_what_a_process_uses_or_builds_is_not_removed(tmp_path):
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
     ) as user:
         assert user.stdout.readline() == b"1000\n"
-        (tmp_path / "building.lock").touch()
-        (tmp_path / "building.partial").mkdir()
-        (tmp_path / "killed.lock").touch()
-        (tmp_path / "killed.partial").mkdir()
+        for name in ("building", "killed"):
+            (tmp_path / f"{name}.lock").touch()
+            (tmp_path / f"{name}.partial").mkdir()
         with (tmp_path / "building.lock").open() as builder:
             fcntl.flock(builder, fcntl.LOCK_EX)
             mine = tiny.get_or_build("mine", _write("x"))
@@ -227,12 +194,19 @@ def test_builders_and_removers_leave_nobody_without(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_keeps_entries_and_removes_none(tmp_path, monkeypatch, number):
+@pytest.fixture
+def lock_error(request, monkeypatch) -> None:
+    """Has locks fail with an error, by default that of a file system without any."""
+    number = getattr(request, "param", errno.ENOSYS)
+
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize("lock_error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS], indirect=True)
+def test_a_file_system_without_locks_keeps_entries_and_removes_none(tmp_path, lock_error):
     said: list[str] = []
     cache, log = TokenCache(tmp_path, max_bytes=0, on_progress=said.append), []
     for content in ("one", "two", "one"):
@@ -240,30 +214,22 @@ def test_a_file_system_without_locks_keeps_entries_and_removes_none(tmp_path, mo
     assert (log, said) == (["one", "two"], [])
 
 
-def test_builders_that_cannot_wait_for_each_other_do_not_meet(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+def test_builders_that_cannot_wait_for_each_other_do_not_meet(tmp_path, lock_error):
     all_at_once = threading.Barrier(4)
 
     def build(folder: Path) -> dict:
         about = _write("whole")(folder)
         all_at_once.wait(10)  # Each has begun, and all end at the same time.
-        assert [path.name for path in folder.iterdir()] == ["content"]
+        assert _names(folder) == {"content"}
         return about
 
     with ThreadPoolExecutor(4) as threads:
         entries = list(threads.map(lambda _: TokenCache(tmp_path).get_or_build("key", build), range(4)))
     assert [_content(entry) for entry in entries] == ["whole"] * 4
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+    assert _names(tmp_path) == {"key", "key.lock"}
 
 
-def test_an_entry_that_another_builder_publishes_at_the_last_moment_stays(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+def test_an_entry_that_another_builder_publishes_at_the_last_moment_stays(tmp_path, monkeypatch, lock_error):
     open_entry, looks = TokenCache._open, []
 
     def open_late(cache: TokenCache, folder: Path):
@@ -278,14 +244,11 @@ def test_an_entry_that_another_builder_publishes_at_the_last_moment_stays(tmp_pa
 
     monkeypatch.setattr(TokenCache, "_open", open_late)
     assert _content(TokenCache(tmp_path).get_or_build("key", _write("ours"))) == "theirs"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+    assert _names(tmp_path) == {"key", "key.lock"}
 
 
-def test_locks_that_fail_otherwise_are_told(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+@pytest.mark.parametrize("lock_error", [errno.EIO], indirect=True)
+def test_locks_that_fail_otherwise_are_told(tmp_path, lock_error):
     with pytest.raises(DataError, match=r"cannot be written: .*Input/output error"):
         TokenCache(tmp_path).get_or_build("key", _write("x"))
 

@@ -1,16 +1,12 @@
 """Tokens in files: read exactly, by many threads and of many files; a file that changes ends in one message."""
 
-from __future__ import annotations
-
 import dataclasses
-import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from trainer.data import load_corpus, make_train_iterator
 from trainer.data import token_files as token_files_module
 from trainer.data.token_files import open_tokens, reopening_files
 from trainer.errors import TrainingFailed
@@ -70,12 +66,9 @@ def _overwrite(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            _shrink,
-            r"a.bin was changed while this run was reading it \(206 bytes before, 20 now\); run the same command",
-        ),
-        (_grow, r"a.bin was changed while this run was reading it \(206 bytes before, 208 now\)"),
-        (_overwrite, r"a.bin was changed while this run was reading it \(written to\)"),
+        (_shrink, r"206 bytes before, 20 now\); run the same command"),
+        (_grow, r"206 bytes before, 208 now\)"),
+        (_overwrite, r"written to\)"),
     ],
 )
 @pytest.mark.parametrize("part", [slice(0, 3), slice(50, 100)])
@@ -83,7 +76,7 @@ def test_a_file_that_changes_is_told_of(make_file, change, message, part):
     file = make_file(range(100))
     file[part]
     change(file.path)
-    with pytest.raises(TrainingFailed, match=message):
+    with pytest.raises(TrainingFailed, match=rf"a.bin was changed while this run was reading it \({message}"):
         file[part]
 
 
@@ -107,27 +100,3 @@ def test_a_token_that_was_not_there_is_told_of(make_file):
     assert file[:].tolist() == [1, 2, 3]
     with pytest.raises(TrainingFailed, match=r"a.bin: a token 3 has appeared .*the largest was 2; it or its disk is"):
         dataclasses.replace(file, largest_id=2)[:]
-
-
-@pytest.mark.parametrize("change", [_shrink, _overwrite])
-@pytest.mark.parametrize("source", ["bin", "jsonl"])
-def test_a_change_in_the_midst_of_training_ends_in_one_message(
-    tmp_path, data_config, rng, random_texts, write_jsonl, change, source
-):
-    if source == "bin":
-        rng.integers(0, 257, 20_000).astype("<u2").tofile(tmp_path / "data")
-        config = data_config(source="bin", files=["data"], end_of_document_token=256)
-    else:
-        write_jsonl(tmp_path / "data", random_texts(60))
-        config = data_config(source="jsonl", files=["data"], validation_fraction=0.2)
-    corpus = load_corpus(config, vocab_size=257)
-    batches = make_train_iterator(corpus, sequence_length=32, batch_size=2, seed=0, num_prefetch_batches=2)
-    try:
-        for _ in range(3):
-            next(batches)
-        path = tmp_path / "data" if source == "bin" else next((tmp_path / "cache").glob("*/tokens.bin"))
-        change(path)
-        with pytest.raises(TrainingFailed, match=rf"{path.name} was changed while this run was reading it"):
-            list(itertools.islice(batches, 20))
-    finally:
-        batches.close()

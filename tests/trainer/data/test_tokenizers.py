@@ -1,7 +1,5 @@
 """Tokenizers: text and back, documents as their own text, and refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -12,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data import ByteTokenizer, DataError, HuggingFaceTokenizer, load_tokenizer
+from trainer.data import DataError, HuggingFaceTokenizer, load_tokenizer
 from trainer.data import tokenizers as tokenizers_module
 from trainer.data.delimiters import Delimiters
 from trainer.data.tokenizers import PretokenizedIds
@@ -62,47 +60,35 @@ def test_end_of_document_can_be_named(tokenizer_file, token):
     assert tokenizer.delimiters.end == (tokenizer._tokenizer.token_to_id("a") if token == "a" else 5)
 
 
-@pytest.mark.parametrize(
-    ("token", "message"),
-    [
-        ("<eot>", r"end_of_document_token='<eot>' is not a token of"),
-        (10**6, r"=1000000 is not an id of .*; give one below \d+"),
-    ],
-)
-def test_an_unknown_end_of_document_is_refused(tokenizer_file, token, message):
+def refuse(message: str, name, *tokens) -> None:
+    """Checks that a tokenizer is refused."""
     with pytest.raises(DataError, match=message):
-        load_tokenizer(str(tokenizer_file), token)
+        load_tokenizer(str(name), *tokens)
 
 
-def test_a_tokenizer_with_no_usual_end_of_document_is_refused(tokenizer_file):
+def test_an_unknown_end_of_document_is_refused(tokenizer_file):
+    refuse(r"end_of_document_token='<eot>' is not a token of", tokenizer_file, "<eot>")
+    refuse(r"=1000000 is not an id of .*; give one below \d+", tokenizer_file, 10**6)
     tokenizer_file.write_text(tokenizer_file.read_text().replace("<|endoftext|>", "<|stop|>"))
-    with pytest.raises(
-        DataError, match=r"cannot tell which token ends a document.*set data.end_of_document_token.*<\|stop\|>"
-    ):
-        load_tokenizer(str(tokenizer_file))
+    refuse(r"cannot tell which token ends a document.*set data.end_of_document_token.*<\|stop\|>", tokenizer_file)
     assert load_tokenizer(str(tokenizer_file), "<|stop|>").delimiters.end == 0
 
 
-def test_files_that_are_no_tokenizer_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"missing.json' cannot be read: No such file or directory; give `byte`"):
-        load_tokenizer(str(tmp_path / "missing.json"))
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(DataError, match=r"other.json: not a Hugging Face tokenizer.json"):
-        load_tokenizer(str(tmp_path / "other.json"))
+@pytest.fixture
+def load(tmp_path):
+    """Loads a tokenizer of some content, by other delimiters than its own where they are named."""
 
+    def load(content: str, *tokens):
+        (tmp_path / "t.json").write_text(content)
+        return load_tokenizer(str(tmp_path / "t.json"), *tokens)
 
-def test_a_tokenizer_that_is_not_utf_8_is_refused(tmp_path):
-    # The library would end the process, not raise.
-    (tmp_path / "t.json").write_bytes(_tokenizer_json(_BPE).encode().replace(b"</s>", b"<\xa5>"))
-    with pytest.raises(DataError, match=r"t.json: not a Hugging Face tokenizer.json: 'utf-8' codec can't decode byte"):
-        load_tokenizer(str(tmp_path / "t.json"))
+    return load
 
 
 def test_memory_follows_the_tokens_and_not_the_largest_id(tmp_path):
     largest = tokenizers_module._MAX_VOCAB_SIZE - 1
-    (tmp_path / "t.json").write_text(
-        _tokenizer_json(_WORD_LEVEL | {"vocab": {"a": 3, "</s>": largest}, "unk_token": "a"}, added_tokens=[])
-    )
+    vocabulary = {"vocab": {"a": 3, "</s>": largest}, "unk_token": "a"}
+    (tmp_path / "t.json").write_text(_tokenizer_json(_WORD_LEVEL | vocabulary, added_tokens=[]))
     tracemalloc.start()
     try:
         tokenizer = load_tokenizer(str(tmp_path / "t.json"))
@@ -116,16 +102,20 @@ def test_memory_follows_the_tokens_and_not_the_largest_id(tmp_path):
 
 def test_the_missing_library_is_named_with_its_extra(tokenizer_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r'needs tokenizers.*`pip install -e "\.\[data\]"` in the clone'):
-        load_tokenizer(str(tokenizer_file))
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        load_tokenizer("missing.json")  # which no installation would help
+    refuse(r'needs tokenizers.*`pip install -e "\.\[data\]"` in the clone', tokenizer_file)
+    refuse("missing.json' cannot be read: No such file or directory; give `byte`", "missing.json")  # nor would it help
 
 
-def test_end_of_document_of_bytes_is_fixed():
-    assert load_tokenizer("byte", 256).delimiters.end == ByteTokenizer().delimiters.end
-    with pytest.raises(DataError, match=r"end_of_document_token='</s>' has no effect with data.tokenizer=byte"):
-        load_tokenizer("byte", "</s>")
+def test_bytes_may_do_without_delimiters_but_have_no_others():
+    for tokens, delimiters in (
+        ((256,), (256, 256)),
+        (("none",), (None, None)),
+        ((None, "none"), (None, 256)),
+        (("none", 256), (256, None)),
+    ):
+        assert load_tokenizer("byte", *tokens).delimiters == delimiters
+    refuse(r"end_of_document_token='</s>' has no effect with data.tokenizer=byte", "byte", "</s>")
+    refuse(r"begin_of_document_token='<s>' has no effect with data.tokenizer=byte", "byte", None, "<s>")
 
 
 def test_ids_without_a_tokenizer_have_no_text():
@@ -134,19 +124,20 @@ def test_ids_without_a_tokenizer_have_no_text():
             call(PretokenizedIds(10, Delimiters(9, 9)))
 
 
+def _added(content: str, number: int, special: bool = True) -> dict:
+    return {"id": number, "content": content, "special": special} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+
+
 def _tokenizer_json(model: dict, **parts) -> str:
     names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-    end = {"id": 0, "content": "</s>", "special": True}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return json.dumps({"version": "1.0", "added_tokens": [end], "model": model} | dict.fromkeys(names) | parts)
+    whole = {"version": "1.0", "added_tokens": [_added("</s>", 0)], "model": model}
+    return json.dumps(whole | dict.fromkeys(names) | parts)
 
 
 _WORD_LEVEL = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "[UNK]"}
-_WORD_PIECE = _WORD_LEVEL | {
-    "type": "WordPiece",
-    "continuing_subword_prefix": "##",
-    "max_input_chars_per_word": 100,
-}
+_WORD_PIECE = _WORD_LEVEL | {"type": "WordPiece", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
 _UNIGRAM = {"type": "Unigram", "vocab": [["</s>", -1.0]], "unk_id": None}
 _BPE = {"type": "BPE", "vocab": {"</s>": 0, "a": 1}, "merges": []}
 _PANICS = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
@@ -161,51 +152,54 @@ _PANICS = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
         (_tokenizer_json(_BPE, normalizer=_PANICS), r"retry-limit-in-match over"),
     ],
 )
-def test_a_text_that_cannot_be_encoded_is_told_of(tmp_path, content, message):
-    (tmp_path / "t.json").write_text(content)
-    tokenizer = load_tokenizer(str(tmp_path / "t.json"))
+def test_a_text_that_cannot_be_encoded_is_told_of(load, content, message):
+    tokenizer = load(content)
     text = "a" * 60 + "c"
+    told = rf"t.json: cannot encode the text 'a{{60}}…', so mend the tokenizer or take another: .*{message}"
     for call in (lambda: tokenizer.encode(text), lambda: tokenizer.encode_documents([b"", text.encode()])):
-        with pytest.raises(
-            DataError,
-            match=rf"t.json: cannot encode the text 'a{{60}}…', so mend the tokenizer or take another: .*{message}",
-        ):
+        with pytest.raises(DataError, match=told):
             call()
 
 
-def test_of_several_usual_ends_of_a_document_the_one_stated_beside_the_tokenizer_is_taken(tmp_path):
-    (tmp_path / "t.json").write_text(_tokenizer_json(_BPE | {"vocab": {"</s>": 0, "a": 1, "<eos>": 2}}))
-    ambiguous = r"cannot tell which token ends a document \(</s> or <eos>\)"
-    for stated in (None, '{"eos_token": "a"}', '{"eos_token": 3}', '{"eos_token": {}}'):
-        if stated is not None:
-            (tmp_path / "tokenizer_config.json").write_text(stated)
-        with pytest.raises(DataError, match=ambiguous):
-            load_tokenizer(str(tmp_path / "t.json"))
-    for stated in ("<eos>", {"content": "<eos>", "lstrip": False}):
+@pytest.mark.parametrize(
+    ("vocabulary", "added", "stated", "outcome"),
+    [
+        # Of several usual ends, the one stated beside the tokenizer is taken.
+        (["</s>", "a", "<eos>"], True, None, r"\(</s> or <eos>\)"),
+        (["</s>", "a", "<eos>"], True, "a", r"\(</s> or <eos>\)"),
+        (["</s>", "a", "<eos>"], True, 3, r"\(</s> or <eos>\)"),
+        (["</s>", "a", "<eos>"], True, {}, r"\(</s> or <eos>\)"),
+        (["</s>", "a", "<eos>"], True, "<eos>", 2),
+        (["</s>", "a", "<eos>"], True, {"content": "<eos>", "lstrip": False}, 2),
+        # Where there is no usual one, too, if it is a token.
+        (["a", "<|im_end|>"], False, "<|im_start|>", r"\(no usual one\)"),
+        (["a", "<|im_end|>"], False, None, r"\(no usual one\)"),
+        (["a", "<|im_end|>"], False, 1, r"\(no usual one\)"),
+        (["a", "<|im_end|>"], False, "<|im_end|>", 1),
+        # DeepSeek's has fullwidth bars.
+        (["a", "\uff5cend\u2581of\u2581sentence\uff5c", "<\uff5cend\u2581of\u2581sentence\uff5c>"], False, None, 2),
+    ],
+)
+def test_the_end_of_a_document_is_a_usual_token_or_the_one_stated(tmp_path, load, vocabulary, added, stated, outcome):
+    content = _tokenizer_json(_BPE | {"vocab": {token: number for number, token in enumerate(vocabulary)}})
+    content = content if added else json.dumps(json.loads(content) | {"added_tokens": []})
+    if stated is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
-        assert load_tokenizer(str(tmp_path / "t.json")).delimiters == (2, 2)
-    for stated in ("", "{", "[]", "[" * 100_000):
-        (tmp_path / "tokenizer_config.json").write_text(stated)
-        with pytest.raises(
-            DataError, match=r"tokenizer_config.json, which tells .* can't be read: .*; mend it, or move"
-        ):
-            load_tokenizer(str(tmp_path / "t.json"))
+    if isinstance(outcome, int):
+        assert load(content).delimiters == (outcome, outcome)
+        return
+    with pytest.raises(DataError, match=rf"cannot tell which token ends a document {outcome}"):
+        load(content)
 
 
-def test_where_no_usual_end_of_a_document_is_there_the_one_stated_beside_the_tokenizer_is_taken(tmp_path):
-    (tmp_path / "t.json").write_text(_tokenizer_json(_BPE | {"vocab": {"a": 0, "<|im_end|>": 1}}, added_tokens=[]))
-    for stated in ("<|im_start|>", None, 1):  # none of its tokens
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
-        with pytest.raises(DataError, match=r"cannot tell which token ends a document \(no usual one\)"):
-            load_tokenizer(str(tmp_path / "t.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert load_tokenizer(str(tmp_path / "t.json")).delimiters.end == 1
+@pytest.mark.parametrize("stated", ["", "{", "[]", "[" * 100_000])
+def test_a_statement_beside_the_tokenizer_that_cannot_be_read_is_refused(tmp_path, load, stated):
+    (tmp_path / "tokenizer_config.json").write_text(stated)
+    with pytest.raises(DataError, match=r"tokenizer_config.json, which tells .* can't be read: .*; mend it, or move"):
+        load(_tokenizer_json(_BPE | {"vocab": {"</s>": 0, "a": 1, "<eos>": 2}}))
 
 
-def test_deepseeks_end_of_a_document_has_fullwidth_bars(tmp_path):
-    vocabulary = {"a": 0, "\uff5cend\u2581of\u2581sentence\uff5c": 1, "<\uff5cend\u2581of\u2581sentence\uff5c>": 2}
-    (tmp_path / "t.json").write_text(_tokenizer_json(_BPE | {"vocab": vocabulary}, added_tokens=[]))
-    assert load_tokenizer(str(tmp_path / "t.json")).delimiters.end == 2
+_NO_TOKENIZER = "t.json: not a Hugging Face tokenizer.json"
 
 
 @pytest.mark.parametrize(
@@ -215,31 +209,34 @@ def test_deepseeks_end_of_a_document_has_fullwidth_bars(tmp_path):
         (_tokenizer_json(_UNIGRAM | {"vocab": []}, added_tokens=[]), r"t.json: its vocabulary is empty"),
         (
             _tokenizer_json(_BPE, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-            r"t.json: not a Hugging Face tokenizer.json: Precompiled",
+            f"{_NO_TOKENIZER}: Precompiled",
         ),
         (
             _tokenizer_json(_BPE, normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
-            r"t.json: not a Hugging Face tokenizer.json: .*parenthesis",
+            f"{_NO_TOKENIZER}: .*parenthesis",
         ),
-        ("\0" * 100, r"t.json: not a Hugging Face tokenizer.json"),
-        ("[" * 100_000, r"t.json: not a Hugging Face tokenizer.json"),
-        ("{" + " " * 1000, r"t.json: not a Hugging Face tokenizer.json: it has more than 1,000 bytes"),
+        ("{}", _NO_TOKENIZER),
+        ("\0" * 100, _NO_TOKENIZER),
+        ("[" * 100_000, _NO_TOKENIZER),
+        ("{" + " " * 1000, f"{_NO_TOKENIZER}: it has more than 1,000 bytes"),
+        # The library would end the process, not raise.
+        (
+            _tokenizer_json(_BPE).encode().replace(b"</s>", b"<\xa5>"),
+            f"{_NO_TOKENIZER}: 'utf-8' codec can't decode byte",
+        ),
     ],
 )
 def test_odd_tokenizers_are_refused(tmp_path, monkeypatch, content, message):
     if len(content) == 1001:
         monkeypatch.setattr(tokenizers_module, "MAX_FILE_BYTES", 1000)
-    (tmp_path / "t.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(str(tmp_path / "t.json"))
+    (tmp_path / "t.json").write_bytes(content.encode() if isinstance(content, str) else content)
+    refuse(message, tmp_path / "t.json")
 
 
 def test_what_is_no_file_is_no_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers_module, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        load_tokenizer(str(tmp_path))
-    with pytest.raises(DataError, match=r"/dev/zero: not a Hugging Face tokenizer.json: it has more than 1,000 bytes"):
-        load_tokenizer("/dev/zero")
+    refuse("cannot be read: Is a directory", tmp_path)
+    refuse(r"/dev/zero: not a Hugging Face tokenizer.json: it has more than 1,000 bytes", "/dev/zero")
 
 
 @settings(max_examples=60)
@@ -278,13 +275,7 @@ _SPELLING = {
         {"type": "BPE", "vocab": _MERGED, "merges": _MERGES, "unk_token": "<unk>"}, decoder={"type": "Fuse"}
     ),
     "bpe with byte fallback": _tokenizer_json(
-        {
-            "type": "BPE",
-            "vocab": {**_MERGED, **_BYTES},
-            "merges": _MERGES,
-            "unk_token": "<unk>",
-            "byte_fallback": True,
-        },
+        _BPE | {"vocab": {**_MERGED, **_BYTES}, "merges": _MERGES, "unk_token": "<unk>", "byte_fallback": True},
         decoder=_FALLBACK,
     ),
     "bpe that ignores merges": _tokenizer_json(
@@ -301,23 +292,18 @@ _SPELLING = {
         _WORD_LEVEL | {"vocab": _WORDS, "unk_token": "<unk>"}, pre_tokenizer=_SPLIT, added_tokens=[]
     ),
     "added tokens that aren't special": _tokenizer_json(
-        {"type": "BPE", "vocab": _WORDS, "merges": []},
+        _BPE | {"vocab": _WORDS},
         decoder={"type": "Fuse"},
-        added_tokens=[
-            {"id": i, "content": content, "special": False}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            for i, content in ((0, "</s>"), (1, "<s>"))
-        ],
+        added_tokens=[_added("</s>", 0, special=False), _added("<s>", 1, special=False)],
     ),
 }
 
 
 @pytest.mark.parametrize("kind", _SPELLING)
-def test_text_that_spells_a_delimiter_stays_text(tmp_path, kind):
+def test_text_that_spells_a_delimiter_stays_text(load, kind):
     import tokenizers
 
-    (tmp_path / "t.json").write_text(_SPELLING[kind])
-    tokenizer = load_tokenizer(str(tmp_path / "t.json"), "</s>", "<s>")
+    tokenizer = load(_SPELLING[kind], "</s>", "<s>")
     assert tokenizer.delimiters == (1, 0)
     plain = tokenizers.Tokenizer.from_str(_SPELLING[kind])
     plain.encode_special_tokens = True
@@ -335,20 +321,17 @@ def test_text_that_spells_a_delimiter_stays_text(tmp_path, kind):
         assert tokenizer.encode("a </s>") == [3, 2]
 
 
-def test_text_that_only_a_delimiter_can_stand_for_is_refused(tmp_path, tokenizer_file):
+def test_text_that_only_a_delimiter_can_stand_for_is_refused(load, tokenizer_file):
     newline = load_tokenizer(str(tokenizer_file)).encode("\n")[0]
     tokenizer = load_tokenizer(str(tokenizer_file), newline)
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-    message = (
-        rf"cannot encode the text 'a\\nb', .*: only token {newline} \('Ċ'\) can stand for a part of it, and that is"
-    )
+    message = rf"cannot encode the text 'a\\nb', .*: only token {newline} \('Ċ'\) can stand for a part of it"
     for call in (lambda: tokenizer.encode("a\nb"), lambda: tokenizer.encode_documents([b"fine", b"a\nb"])):
         with pytest.raises(DataError, match=message):
             call()
     unknown = _tokenizer_json(_WORD_LEVEL | {"vocab": _WORDS, "unk_token": "</s>"}, pre_tokenizer=_SPLIT)
-    (tmp_path / "t.json").write_text(unknown)
     with pytest.raises(DataError, match=r"only token 0 \('</s>'\) can stand for a part of it"):
-        load_tokenizer(str(tmp_path / "t.json")).encode("a c")
+        load(unknown).encode("a c")
 
 
 # What documents begin with.
@@ -364,6 +347,10 @@ def _template(*names: str) -> dict:
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
 _ROBERTA = {"type": "RobertaProcessing", "sep": ["</s>", 0], "cls": ["<s>", 1], "trim_offsets": True}
 _ROBERTA |= {"add_prefix_space": False}
+
+
+def _begun(post_processor: dict | None) -> str:
+    return _tokenizer_json(_BPE | {"vocab": _WORDS}, post_processor=post_processor, decoder={"type": "Fuse"})
 
 
 @pytest.mark.parametrize(
@@ -385,20 +372,18 @@ _ROBERTA |= {"add_prefix_space": False}
         (_template("<s>", "$A"), {"add_bos_token": None, "bos_token": "a"}, 1),
     ],
 )
-def test_documents_begin_as_the_tokenizer_has_texts_begin(tmp_path, post_processor, stated, begin):
-    (tmp_path / "tokenizer.json").write_text(
-        _tokenizer_json(_BPE | {"vocab": _WORDS}, post_processor=post_processor, decoder={"type": "Fuse"})
-    )
+def test_documents_begin_as_the_tokenizer_has_texts_begin(tmp_path, load, post_processor, stated, begin):
+    content = _begun(post_processor)
     if stated:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(content)
     assert tokenizer.delimiters == (begin, 0)
     assert tokenizer.encode("ab") == [3, 4]
     assert tokenizer.decode([begin, 3, 4, 0]) == "ab"
     for token, expected in (("b", 4), (5, 5), ("</s>", 0), ("none", None)):
-        assert load_tokenizer(str(tmp_path / "tokenizer.json"), None, token).delimiters == (expected, 0)
+        assert load(content, None, token).delimiters == (expected, 0)
     own = None if begin == 0 else begin
-    assert load_tokenizer(str(tmp_path / "tokenizer.json"), "none").delimiters == (own, None)
+    assert load(content, "none").delimiters == (own, None)
 
 
 @pytest.mark.parametrize(
@@ -406,40 +391,20 @@ def test_documents_begin_as_the_tokenizer_has_texts_begin(tmp_path, post_process
     [
         (_template("<s>", "a", "$A"), {}, r"its post-processor puts <s> a before a text, expected one of its tokens"),
         (_ROBERTA | {"cls": ["<s>", 77]}, {}, r"its post-processor puts <s> before a text, expected one of its tokens"),
-        (
-            None,
-            {"add_bos_token": True},
-            r"add_bos_token in tokenizer_config.json puts None before a text, expected one",
-        ),
+        (None, {"add_bos_token": True}, r"add_bos_token in .* puts None before a text, expected one"),
         (None, {"add_bos_token": True, "bos_token": "<bos>"}, r"add_bos_token in .* puts <bos> before a text"),
     ],
 )
-def test_a_beginning_that_is_no_token_is_refused(tmp_path, post_processor, stated, message):
-    (tmp_path / "tokenizer.json").write_text(
-        _tokenizer_json(_BPE | {"vocab": _WORDS}, post_processor=post_processor, decoder={"type": "Fuse"})
-    )
+def test_a_beginning_that_is_no_token_is_refused(tmp_path, load, post_processor, stated, message):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
-    with pytest.raises(DataError, match=rf"cannot tell which token begins a document: {message}"):
-        load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(str(tmp_path / "tokenizer.json"), None, "none").delimiters == (None, 0)
-    with pytest.raises(DataError, match=r"data.begin_of_document_token='<x>' is not a token of"):
-        load_tokenizer(str(tmp_path / "tokenizer.json"), None, "<x>")
+    assert load(_begun(post_processor), None, "none").delimiters == (None, 0)
+    refuse(rf"cannot tell which token begins a document: {message}", tmp_path / "t.json")
+    refuse(r"data.begin_of_document_token='<x>' is not a token of", tmp_path / "t.json", None, "<x>")
 
 
 @pytest.mark.parametrize(("ids", "tokens"), [([1, 2], ["<s>"]), ([1], ["<s>", "a"])])
-def test_a_special_token_of_more_or_fewer_ids_than_names_is_refused(tmp_path, ids, tokens):
+def test_a_special_token_of_more_or_fewer_ids_than_names_is_refused(load, ids, tokens):
     added = {"special_tokens": {"<s>": {"id": "<s>", "ids": ids, "tokens": tokens}}}
-    (tmp_path / "t.json").write_text(
-        _tokenizer_json(_BPE | {"vocab": _WORDS}, post_processor=_template("<s>", "$A") | added)
-    )
     message = rf"t.json: its post-processor has {len(ids)} ids for the {len(tokens)} tokens of '<s>'; expected one id"
     with pytest.raises(DataError, match=message):
-        load_tokenizer(str(tmp_path / "t.json"))
-
-
-def test_bytes_may_do_without_delimiters():
-    assert load_tokenizer("byte", "none").delimiters == (None, None)
-    assert load_tokenizer("byte", None, "none").delimiters == (None, 256)
-    assert load_tokenizer("byte", "none", 256).delimiters == (256, None)
-    with pytest.raises(DataError, match=r"begin_of_document_token='<s>' has no effect with data.tokenizer=byte"):
-        load_tokenizer("byte", None, "<s>")
+        load(_begun(_template("<s>", "$A") | added))

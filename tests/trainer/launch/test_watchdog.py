@@ -1,7 +1,5 @@
 """A run that hangs is ended with status 70, stacks and a record; one that is only slow, or compiles, is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -72,8 +70,7 @@ def test_waits_for_data_and_evaluations_are_compared_with_their_own_kind(activit
     assert not run.told, "the first three have nothing to be compared with"
     with run.account.measure(activity):
         run.take(31)
-    [told] = run.told
-    assert told.startswith(f"stalled: {name} has taken 30.5 s, where ")
+    assert run.told.pop().startswith(f"stalled: {name} has taken 30.5 s, where ")
 
 
 def test_saves_are_watched_in_the_background():
@@ -86,8 +83,7 @@ def test_saves_are_watched_in_the_background():
     assert not run.told
     with run.watchdog.saving():
         run.take(31)
-    [told] = run.told
-    assert told.startswith("stalled: a save has taken 30.5 s, where ")
+    assert run.told.pop().startswith("stalled: a save has taken 30.5 s, where ")
 
 
 def test_what_is_not_watched_may_take_as_long_as_it_takes():
@@ -130,16 +126,13 @@ def start_two(trainer_command, workdir, *faults: str, arguments=()) -> list[subp
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    together = ("--workdir", workdir, "--mesh.data", 2, *arguments)
-    return [
-        trainer_command.start(
-            *together,
-            *("--distributed", f"{address},2,{index}"),
-            module=f"tests.trainer.loop.faulty_run {fault}",
-            **environment_of_cpus(1),
-        )
-        for index, fault in enumerate(faults)
-    ]
+
+    def start(index: int, fault: str) -> subprocess.Popen[str]:
+        together = ("--workdir", workdir, "--mesh.data", 2, "--distributed", f"{address},2,{index}")
+        module = f"tests.trainer.loop.faulty_run {fault}"
+        return trainer_command.start(*together, *arguments, module=module, **environment_of_cpus(1))
+
+    return [start(*each) for each in enumerate(faults)]
 
 
 @pytest.mark.full

@@ -1,7 +1,5 @@
 """A training loop that runs in no time, without data and without a device."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from types import SimpleNamespace
@@ -27,7 +25,8 @@ def config(trainer_command):
 
 @pytest.fixture
 def make_loop(config, tmp_path, watched_console):
-    """Makes a loop whose steps take no time and no device."""
+    """Makes a loop whose steps take no time and no device. It is closed at the end of a test that didn't do so."""
+    opened: list[TrainingLoop] = []
 
     def make(**changed) -> TrainingLoop:
         setup = SimpleNamespace(
@@ -51,6 +50,15 @@ def make_loop(config, tmp_path, watched_console):
         )
         loop.state = {"w": jnp.zeros(3)}
         loop.observers.observe(Start(0, config.num_steps, [], []))
+        opened.append(loop)
+
+        def close() -> None:
+            opened.remove(loop)
+            TrainingLoop.close(loop)
+
+        loop.close = close
         return loop
 
-    return make
+    yield make
+    for loop in [*opened]:
+        loop.close()

@@ -9,8 +9,6 @@ FAULT is one of
     raise:7       reading the batch of the attempt's seventh step raises an error of no kind that the trainer knows
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import threading

@@ -1,9 +1,9 @@
 """What a training loop without data and without a device steps over, and what its steps tell."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,3 +50,17 @@ def end_well(loop: TrainingLoop) -> None:
     loop.evaluator.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
     loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
     loop.setup.devices = jax.devices()
+
+
+def saved(loop: TrainingLoop) -> list[str]:
+    """The names in the loop's folder of checkpoints."""
+    return sorted(path.name for path in loop.workdir.checkpoints.iterdir())
+
+
+def record_of(loop: TrainingLoop) -> dict[str, Any]:
+    return json.loads(loop.workdir.record.read_text())
+
+
+def warnings_of(loop: TrainingLoop) -> list[str]:
+    """The warnings on the loop's console."""
+    return [lines[0] for kind, *lines in loop.console.told if kind == "warning"]

@@ -1,10 +1,10 @@
 """Evaluation weights each target alike, and a loss counts as measured only where it was measured in the same way."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +39,12 @@ def test_no_targets_is_refused():
         evaluate(eval_step, 1.0, [{"nats": jnp.array([])}], num_bytes=None)
 
 
+def fields_of(folder: Path, suffix: str) -> dict[str, Any]:
+    """The files of training and of validation."""
+    names = {"files": "train", "validation_files": "validation"}
+    return {field: (f"{folder}/{name}{suffix}",) for field, name in names.items()}
+
+
 @pytest.fixture
 def base(tmp_path, rng) -> TrainConfig:
     """Training files, validation files, and others in their place."""
@@ -47,19 +53,11 @@ def base(tmp_path, rng) -> TrainConfig:
         for number in range(num_files):
             text = "".join(rng.choice(list("abc é中"), rng.integers(10, 90)))
             (tmp_path / folder / f"{number}.txt").write_text(text)
-    return TrainConfig(
-        "base",
-        GPTConfig(vocab_size=512, num_layers=1, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32),
-        num_steps=200,
-        sequence_length=T,
-        data=DataConfig(
-            source="text",
-            files=(f"{tmp_path}/train/*.txt",),
-            validation_files=(f"{tmp_path}/validation/*.txt",),
-            token_cache_dir=f"{tmp_path}/cache",
-        ),
-        evaluation=EvaluationConfig(num_sequences=100),  # all that there are
-    )
+    sizes = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_width": 32}
+    data = DataConfig(source="text", token_cache_dir=f"{tmp_path}/cache", **fields_of(tmp_path, "/*.txt"))
+    evaluation = EvaluationConfig(num_sequences=100)  # all that there are
+    model = GPTConfig(vocab_size=512, **sizes)
+    return TrainConfig("base", model, num_steps=200, sequence_length=T, data=data, evaluation=evaluation)
 
 
 def describe(config: TrainConfig):
@@ -69,9 +67,8 @@ def describe(config: TrainConfig):
     train.close()
     rows = [row for batch in batches for row in zip(*batch.arrays.values(), strict=True) if row[2].any()]
     measured = [[array.tolist() for array in row] for row in rows]
-    return describe_validation(config, validation, corpus.tokenizer), (
-        measured, config.data.keep_documents_apart, config.model.compute_dtype,
-    )  # fmt: skip
+    followed = (measured, config.data.keep_documents_apart, config.model.compute_dtype)
+    return describe_validation(config, validation, corpus.tokenizer), followed
 
 
 CHANGES = {
@@ -125,8 +122,7 @@ def test_a_loss_is_measured_anew_exactly_where_something_else_is_measured(change
 
     # A run that is finished prints the loss that it has, or measures another.
     entry = {"step": 9, "validation_nats_per_token": 7.5, "validation_digest": before[1]}
-    setup = SimpleNamespace(validation_digest=after[1])
-    evaluator = Evaluator(setup, None, None, None)
+    evaluator = Evaluator(SimpleNamespace(validation_digest=after[1]), None, None, None)
     told = evaluator.take_up([{"step": 5, "validation_nats_per_token": 8.0, "validation_digest": "old"}, entry])
     assert evaluator.evaluations == ({9: entry} if before == after else {})
     assert (told is None) == (before == after)
@@ -156,9 +152,7 @@ def test_bits_per_byte_are_of_the_evaluated_tokens_own_bytes(base, tmp_path, tok
             texts = [path.read_text() for path in sorted((tmp_path / folder).iterdir())]
             ids = [i for text in texts for i in [*loaded.encode(text), loaded.delimiters.end]]
             np.asarray(ids, "<u2").tofile(tmp_path / f"{folder}.bin")
-        data = dataclasses.replace(
-            data, source="bin", files=(f"{tmp_path}/train.bin",), validation_files=(f"{tmp_path}/validation.bin",)
-        )
+        data = dataclasses.replace(data, source="bin", **fields_of(tmp_path, ".bin"))
     config = dataclasses.replace(base, data=data, evaluation=EvaluationConfig(num_sequences=9))
     corpus = load_corpus(data, vocab_size=512)
     train, batches, validation = make_batches(config, corpus, "contiguous", lambda line: None)
@@ -191,13 +185,7 @@ def test_a_space_after_many_byte_tokens_is_counted(tmp_path):
 def test_bytes_of_ids_without_a_tokenizer_are_unknown(base, tmp_path, rng):
     for name in ("train", "validation"):
         np.asarray([*rng.integers(0, 256, 500), 256], "<u2").tofile(tmp_path / f"{name}.bin")
-    data = dataclasses.replace(
-        base.data,
-        source="bin",
-        files=(f"{tmp_path}/train.bin",),
-        validation_files=(f"{tmp_path}/validation.bin",),
-        end_of_document_token=256,
-    )
+    data = dataclasses.replace(base.data, source="bin", end_of_document_token=256, **fields_of(tmp_path, ".bin"))
     assert describe(dataclasses.replace(base, data=data))[0][0] is None
 
 

@@ -1,7 +1,5 @@
 """Commands that begin with a folder that anybody may have written: status 2, one readable message, nothing executed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +16,18 @@ def folder(pretrained, tmp_path) -> Path:
     return Path(shutil.copytree(pretrained.folder, tmp_path / "llama"))
 
 
+@pytest.fixture
+def run(pretrained, folder, tmp_path, capsys):
+    """Runs a command on the folder: its status, and what it said."""
+
+    def run(command, *arguments: str):
+        workdir = [] if command is compile_step else ["--workdir", str(tmp_path / "run")]
+        status = command(["--config", str(pretrained.page), "--init-from", str(folder), *workdir, *arguments])
+        return status, capsys.readouterr()
+
+    return run
+
+
 def assert_refused(status: int, captured, message: str) -> None:
     """Checks that a command ended with one line on standard error, which a terminal shows as it is."""
     assert status == 2
@@ -30,17 +40,12 @@ def assert_refused(status: int, captured, message: str) -> None:
 
 
 @pytest.mark.parametrize("spoilt", [*CONFIGS, *TOKENIZERS])
-@pytest.mark.parametrize("command", ["trainer", "trainer.compile"])
-def test_a_config_or_tokenizer_is_refused_before_anything_runs(spoilt, command, pretrained, folder, tmp_path, capsys):
+@pytest.mark.parametrize("command", [train, compile_step], ids=["trainer", "trainer.compile"])
+def test_a_config_or_tokenizer_is_refused_before_anything_runs(spoilt, command, folder, tmp_path, run):
     spoil, message = (CONFIGS | TOKENIZERS)[spoilt]
     spoil(folder)
     mark = booby_trap(folder)
-    arguments = ["--config", str(pretrained.page), "--init-from", str(folder)]
-    if command == "trainer":
-        status = train([*arguments, "--workdir", str(tmp_path / "run")])
-    else:
-        status = compile_step(arguments)
-    captured = capsys.readouterr()
+    status, captured = run(command)
     assert_refused(status, captured, message)
     assert captured.out == ""
     assert not (tmp_path / "run").exists()
@@ -48,22 +53,18 @@ def test_a_config_or_tokenizer_is_refused_before_anything_runs(spoilt, command, 
 
 
 @pytest.mark.parametrize("spoilt", TENSORS)
-def test_tensors_are_refused_before_anything_is_compiled(spoilt, pretrained, folder, tmp_path, capsys):
+def test_tensors_are_refused_before_anything_is_compiled(spoilt, folder, run):
     spoil, message = TENSORS[spoilt]
     spoil(folder)
     mark = booby_trap(folder)
-    arguments = ["--config", str(pretrained.page), "--init-from", str(folder), "--workdir", str(tmp_path / "run")]
-    status = train(arguments)
-    captured = capsys.readouterr()
+    status, captured = run(train)
     assert_refused(status, captured, message)
     assert "compile" not in captured.out
     assert not mark.exists()
 
 
-def test_another_tokenizer_takes_the_place_of_one_that_is_refused(pretrained, folder, tmp_path, capsys):
-    spoil, _ = TOKENIZERS["a tokenizer that is a pipe"]
+def test_another_tokenizer_takes_the_place_of_one_that_is_refused(pretrained, folder, run):
+    TOKENIZERS["a tokenizer that is a pipe"][0](folder)
+    spoil, message = TENSORS["a header of 10 GB"]  # what is refused next
     spoil(folder)
-    TENSORS["a header of 10 GB"][0](folder)  # what is refused next
-    arguments = ["--config", str(pretrained.page), "--init-from", str(folder), "--workdir", str(tmp_path / "run")]
-    status = train([*arguments, "--data.tokenizer", str(pretrained.folder / "tokenizer.json")])
-    assert_refused(status, capsys.readouterr(), TENSORS["a header of 10 GB"][1])
+    assert_refused(*run(train, "--data.tokenizer", str(pretrained.folder / "tokenizer.json")), message)

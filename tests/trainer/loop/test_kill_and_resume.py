@@ -3,8 +3,6 @@
 The issue's fifty kills: `pytest tests/trainer/loop/test_kill_and_resume.py --num-kills 50 --timeout 3600`.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path
@@ -122,10 +120,9 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorbo
     for name in ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets"):
         points = {row["step"]: row[name] for row in steps}
         assert shown[f"train/{name}"] == pytest.approx(points, rel=1e-6), name
+        assert list(points.values()) == [row[name] for row in expected_steps], name
     points = {row["step"]: row["validation_nats_per_token"] for row in evaluations}
     assert shown["validation/nats_per_token"] == pytest.approx(points, rel=1e-6)
-    for name in ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets"):
-        assert [row[name] for row in steps] == [row[name] for row in expected_steps], name
     assert evaluations == expected_evaluations
     leaves, expected_leaves = (jax.tree.leaves(final_state(workdir, num_steps)) for workdir in (killed, whole))
     assert len(leaves) == len(expected_leaves) > 20

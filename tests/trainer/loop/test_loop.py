@@ -1,7 +1,5 @@
 """Whole runs of the real command: what they write, what they compile, and how they stop."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -59,14 +57,17 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
     pytest.fail(f"{text!r} never came; output:\n{''.join(lines)}\nerrors:\n{process.stderr.read()}")
 
 
-def test_the_training_step_is_compiled_exactly_once(first):
-    finished, _, _ = first
+def test_each_step_is_compiled_exactly_once(first, read_run):
+    finished, workdir, _ = first
     compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", finished.errors)
-    assert compiled.count("train_step") == 1
-    assert compiled.count("eval_step") == 1
+    assert (compiled.count("train_step"), compiled.count("eval_step")) == (1, 1)
+    record, steps, _ = read_run(workdir)
+    assert (record["compile"]["recompiles"], record["compile"]["elsewhere"]) == ([], [])
+    assert not any("recompile_s" in row for row in steps)
+    assert "warning" not in finished.output
 
 
-def test_the_second_run_hits_the_compilation_cache_and_both_records_say_so(first, second, read_run):
+def test_a_second_run_hits_the_compilation_cache_and_has_the_same_losses(first, second, read_run):
     (_, first_workdir, cache), (finished, second_workdir) = first, second
     for workdir, hit in ((first_workdir, False), (second_workdir, True)):
         told = read_run(workdir)[0]["compile"]
@@ -79,40 +80,38 @@ def test_the_second_run_hits_the_compilation_cache_and_both_records_say_so(first
         assert memory["peak"] >= memory["temporaries"]
     assert "(read from the cache)" in finished.output
     assert finished.errors == ""
-
-
-def test_two_runs_of_one_command_have_the_same_losses(first, second, read_run):
-    _, first_steps, first_evaluations = read_run(first[1])
-    _, second_steps, second_evaluations = read_run(second[1])
-    assert [row["loss"] for row in first_steps] == [row["loss"] for row in second_steps]
-    assert first_evaluations == second_evaluations
+    (_, steps, evaluations), (_, steps_again, evaluations_again) = read_run(first_workdir), read_run(second_workdir)
+    assert [row["loss"] for row in steps] == [row["loss"] for row in steps_again]
+    assert evaluations == evaluations_again
 
 
 def test_the_record_tells_the_run(first, read_run):
     _, workdir, _ = first
     record, _, evaluations = read_run(workdir)
-    assert record["schema_version"] == 1
-    assert record["status"] == "completed"
-    assert record["step"] == NUM_STEPS
-    assert record["resumed_from"] is None
-    assert record["attempts"] == []
-    assert record["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
-    assert record["devices"]["platform"] == "cpu"
-    assert record["devices"]["peak_flops_per_s"] is None
+    expected = {
+        "schema_version": 1,
+        "status": "completed",
+        "step": NUM_STEPS,
+        "resumed_from": None,
+        "attempts": [],
+        "mesh": {"data": 1, "fsdp": 1, "tensor": 1, "context": 1},
+        "tokens_per_step": 512,
+        "experts": None,
+        "tensor": None,
+        "loss": {"implementation": "xla", "passed_over": {}},
+    }
+    assert record | expected == record
+    assert (record["devices"]["platform"], record["devices"]["peak_flops_per_s"]) == ("cpu", None)
     assert record["versions"]["jax"] == jax.__version__
     assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["fingerprint"])
-    assert record["tokens_per_step"] == 512
-    assert [plan["num_layers"] for plan in record["attention"]] == [2]
-    assert (record["experts"], record["tensor"]) == (None, None)
-    assert record["loss"] == {"implementation": "xla", "passed_over": {}}
-    assert all(plan["backend"] == "blockwise" and "cudnn" in plan["passed_over"] for plan in record["attention"])
+    [plan] = record["attention"]
+    assert (plan["num_layers"], plan["backend"], "cudnn" in plan["passed_over"]) == (2, "blockwise", True)
     steps = record["steps"]
     assert steps["num_steps"] == NUM_STEPS
     assert 0 < steps["median_s"] <= steps["p90_s"]
     assert steps["mfu_causal"] is steps["mfu_noncausal"] is None, "no vendor tells a CPU's peak"
-    assert steps["first_s"] > 0
-    assert steps["tokens_per_s"] > 0
-    assert record["evaluation"] | {"step": NUM_STEPS} == record["evaluation"]
+    assert min(steps["first_s"], steps["tokens_per_s"]) > 0
+    assert record["evaluation"]["step"] == NUM_STEPS
     assert record["evaluation"]["validation_nats_per_token"] == evaluations[-1]["validation_nats_per_token"]
     assert record["memory"]["host_peak_bytes"] > 10_000_000
 
@@ -139,33 +138,19 @@ def test_metrics_hold_every_step_and_every_evaluation(first, read_run):
 
 def test_tensorboard_holds_the_same_values(first, read_run, read_tensorboard):
     _, workdir, _ = first
-    _, steps, evaluations = read_run(workdir)
-    scalars = read_tensorboard(workdir / "tensorboard")
-    assert scalars["train/loss"] == pytest.approx({row["step"]: row["loss"] for row in steps}, rel=1e-6)
-    losses = {row["step"]: row["validation_nats_per_token"] for row in evaluations}
-    assert scalars["validation/nats_per_token"] == pytest.approx(losses, rel=1e-6)
-    assert set(scalars["speed/tokens_per_s"]) == {row["step"] for row in steps if "tokens_per_s" in row}
-
-
-def test_tensorboard_holds_what_compiling_cost(first, read_run, read_tensorboard):
-    _, workdir, _ = first
-    told = read_run(workdir)[0]["compile"]
+    record, steps, evaluations = read_run(workdir)
     shown = read_tensorboard(workdir / "tensorboard")
+    assert shown["train/loss"] == pytest.approx({row["step"]: row["loss"] for row in steps}, rel=1e-6)
+    losses = {row["step"]: row["validation_nats_per_token"] for row in evaluations}
+    assert shown["validation/nats_per_token"] == pytest.approx(losses, rel=1e-6)
+    assert set(shown["speed/tokens_per_s"]) == {row["step"] for row in steps if "tokens_per_s" in row}
     for program in ("init_state", "train_step", "eval_step"):
-        for stage in ("trace_s", "lower_s", "compile_s"):
-            assert shown[f"compile/{program}/{stage}"] == pytest.approx({0: told[program][stage]}, rel=1e-6)
-        for category, count in told[program]["memory"].items():
-            assert shown[f"compile/{program}/memory_{category}_bytes"] == pytest.approx({0: count}, rel=1e-6)
-        assert shown[f"compile/{program}/cache_hit"] == {0: 0}
+        told = record["compile"][program]
+        values = {stage: told[stage] for stage in ("trace_s", "lower_s", "compile_s", "cache_hit")}
+        values |= {f"memory_{category}_bytes": count for category, count in told["memory"].items()}
+        for name, value in values.items():
+            assert shown[f"compile/{program}/{name}"] == pytest.approx({0: float(value)}, rel=1e-6)
         assert f"\n| {program} | " in shown["compile/programs/text_summary"][0]
-
-
-def test_a_run_whose_arguments_stay_alike_compiles_nothing_more(first, read_run):
-    finished, workdir, _ = first
-    record, steps, _ = read_run(workdir)
-    assert (record["compile"]["recompiles"], record["compile"]["elsewhere"]) == ([], [])
-    assert not any("recompile_s" in row for row in steps)
-    assert "warning" not in finished.output
 
 
 def test_the_output_is_plain_lines_with_the_description_first(first):
@@ -192,9 +177,8 @@ def test_the_output_is_plain_lines_with_the_description_first(first):
 def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
     _, workdir = second
     record, steps, evaluations = read_run(workdir)
-    again = trainer_command.run(
-        "--workdir", workdir, "--log-every-num-steps", 3, "--description", "Another word for it."
-    )
+    changes = ("--log-every-num-steps", 3, "--description", "Another word for it.")
+    again = trainer_command.run("--workdir", workdir, *changes)
     assert again.status == 0, again.errors
     assert "resumed at step 60/60" in again.output
     assert "no step is left to make" in again.output
@@ -292,30 +276,6 @@ def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     process.stdout.close()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(trainer_command, tmp_path, read_run):
-    arguments = (
-        "--optimizer.learning-rate",
-        "1e38",
-        "--optimizer.num-warmup-steps",
-        0,
-        "--checkpoint.every-num-steps",
-        1,
-        "--optimizer.max-skipped-in-a-row",
-        1,
-    )
-    stopped = trainer_command.run("--workdir", tmp_path, *arguments)
-    assert stopped.status == 1, stopped.errors
-    assert "Traceback" not in stopped.errors
-    record, steps, _ = read_run(tmp_path)
-    bad = len(steps)
-    newest = f"{tmp_path}/checkpoints/{bad - 1}" if bad > 1 else "not there yet"
-    assert stopped.errors.startswith(f"error: step {bad}: loss ")
-    assert f"not finite, so the run stops; the last good checkpoint is {newest}." in stopped.errors
-    assert record["status"] == "failed"
-    assert record["message"] in stopped.errors
-    assert [row["step"] for row in steps if row["loss"] is None or row["grad_norm"] is None] == [bad]
-
-
 def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(trainer_command, first, tmp_path, read_run):
     workdir = tmp_path / "run"
     shutil.copytree(first[1], workdir)
@@ -343,11 +303,7 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(trainer_
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("--mesh.data", "64", "--batch-size", "64"),
-        ("--data.files", "no/such/*.txt"),
-        ("--model.implementation", "cudnn"),
-    ],
+    [("--mesh.data=64", "--batch-size=64"), ("--data.files", "no/such/*.txt"), ("--model.implementation", "cudnn")],
 )
 def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tmp_path, arguments, capsys):
     assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path), *arguments]) == 2
@@ -363,16 +319,14 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     from kernels.attention import dispatch
 
     config = load_config(trainer_command.config)
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model,
-            masks=(CausalMask() & LocalMask(63, 0), CausalMask()),
-            layer_overrides=(LayerOverride(num_kv_heads=2), LayerOverride(rope_base=None, head_dim=8)),
-            query_scale=0.3,
-        ),
-        data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart),
+    model = dataclasses.replace(
+        config.model,
+        masks=(CausalMask() & LocalMask(63, 0), CausalMask()),
+        layer_overrides=(LayerOverride(num_kv_heads=2), LayerOverride(rope_base=None, head_dim=8)),
+        query_scale=0.3,
     )
+    data = dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart)
+    config = dataclasses.replace(config, model=model, data=data)
     seen = []
     choose = dispatch.select_backend
 

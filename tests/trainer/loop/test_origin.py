@@ -1,7 +1,5 @@
 """What is known of a run's first parameters before they are read: the family they go out as, and their context."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
@@ -22,9 +20,10 @@ from trainer.workdir import Workdir, claim_workdir
 
 THEIRS = GPTConfig(num_layers=4, mlp="swiglu")
 LLAMA3 = RopeScaling("llama3", 8.0, original_context_length=8192)
-YARN = (
-    "set --model.rope-scaling.kind yarn --model.rope-scaling.factor {} --model.rope-scaling.original-context-length {}"
-)
+SCALING = "set --model.rope-scaling"
+YARN = SCALING + ".kind yarn --model.rope-scaling.factor {} --model.rope-scaling.original-context-length {}"
+WIDER = RopeScaling("yarn", 2.0, original_context_length=4096)
+NOPE = {"masks": (LocalMask(9, 0), CausalMask()), "layer_overrides": (LayerOverride(rope_base=None),)}
 
 
 def warning(length: int, context_length: int | None, theirs: dict, changes: dict) -> str | None:
@@ -40,15 +39,8 @@ def warning(length: int, context_length: int | None, theirs: dict, changes: dict
         (8193, 8192, {}, {}, "8,192", YARN.format(2, 8192)),
         (32_768, 4096, {}, {"masks": (LocalMask(1023, 0), CausalMask())}, "4,096", YARN.format(8, 4096)),
         (32_768, 4096, {}, {"rope_scaling": RopeScaling("linear", 4.0)}, "16,384", YARN.format(8, 4096)),
-        (
-            32_768,
-            4096,
-            {},
-            {"rope_scaling": RopeScaling("yarn", 2.0, original_context_length=4096)},
-            "8,192",
-            "set --model.rope-scaling.factor 8",
-        ),
-        (262_144, 131_072, {"rope_scaling": LLAMA3}, {}, "131,072", "set --model.rope-scaling.factor 32"),
+        (32_768, 4096, {}, {"rope_scaling": WIDER}, "8,192", f"{SCALING}.factor 8"),
+        (262_144, 131_072, {"rope_scaling": LLAMA3}, {}, "131,072", f"{SCALING}.factor 32"),
         (1024, 512, {}, {"masks": (LocalMask(512, 0),)}, "512", YARN.format(2, 512)),
     ],
 )
@@ -69,12 +61,7 @@ def test_sequences_beyond_the_trained_context_are_warned_of(length, context_leng
         (32_768, 8192, {"rope_scaling": LLAMA3}, {}),  # what config.json has may be the length before scaling
         (32_768, 4096, {"rope_base": None}, {}),
         (32_768, 4096, {}, {"masks": (LocalMask(1023, 0),)}),  # which sees no distance that is new
-        (
-            32_768,
-            4096,
-            {},
-            {"masks": (LocalMask(9, 0), CausalMask()), "layer_overrides": (LayerOverride(rope_base=None),)},
-        ),
+        (32_768, 4096, {}, NOPE),
     ],
 )
 def test_sequences_that_are_none_or_scaled_for_are_not(length, context_length, theirs, changes):
@@ -144,12 +131,11 @@ def test_one_of_several_processes_warns(watched_console):
 
 def test_the_panel_says_as_what_family_the_model_goes_out():
     window = dataclasses.replace(THEIRS, masks=(LocalMask(7, 0),))
-    assert [describe_export(THEIRS, family) for family in (None, "mistral", "gemma2")] == [
-        "as a llama",
-        "as a mistral",
-        "as a llama",
-    ]
-    assert describe_export(window, "llama") == "as a mistral"
-    assert describe_export(GPTConfig(), None) == (
-        "as no family of transformers: the nearest, llama has model.mlp=swiglu (here gelu)"
-    )
+    for model, began_as, told in (
+        (THEIRS, None, "as a llama"),
+        (THEIRS, "mistral", "as a mistral"),
+        (THEIRS, "gemma2", "as a llama"),
+        (window, "llama", "as a mistral"),
+        (GPTConfig(), None, "as no family of transformers: the nearest, llama has model.mlp=swiglu (here gelu)"),
+    ):
+        assert describe_export(model, began_as) == told

@@ -1,7 +1,5 @@
 """A run that resumes with another config goes on as that says, from its place in the data, and keeps the change."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -33,11 +31,10 @@ from trainer.workdir import Workdir, claim_workdir
 @pytest.fixture(scope="module")
 def config(trainer_command) -> TrainConfig:
     config = load_config(trainer_command.config)
+    changes = {"num_layers": 1, "masks": (CausalMask(),), "implementation": BlockwiseTuning(32, 16)}
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(
-            config.model, num_layers=1, masks=(CausalMask(),), implementation=BlockwiseTuning(32, 16)
-        ),
+        model=dataclasses.replace(config.model, **changes),
         num_steps=4,
         sequence_length=64,
         optimizer=OptimizerConfig(learning_rate=1e-3, num_warmup_steps=2),
@@ -63,16 +60,9 @@ def resume(finished, tmp_path, capsys, read_run):
         # This process claims it once; the lock would refuse the second time.
         claimed.append(claimed[0] if claimed else claim_workdir(path, config))
         status = train(config, claimed[0], command=["again"], started=time.perf_counter())
-        record, steps, evaluations = read_run(path)
-        return SimpleNamespace(
-            status=status,
-            output=capsys.readouterr().out,
-            record=record,
-            steps=steps,
-            evaluations=evaluations,
-            config=json.loads((path / "config.json").read_text()),
-            path=path,
-        )
+        left = dict(zip(("record", "steps", "evaluations"), read_run(path), strict=True))
+        left["config"] = json.loads((path / "config.json").read_text())
+        return SimpleNamespace(status=status, output=capsys.readouterr().out, path=path, **left)
 
     return go_on
 
@@ -85,9 +75,8 @@ def place(finished, tmp_path):
 
     def go_on(config: TrainConfig) -> tuple[ConfigHistory, list[str], TrainIterator]:
         corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
-        batches = make_train_iterator(
-            corpus, sequence_length=64, batch_size=config.batch_size, seed=config.seed, num_prefetch_batches=1
-        )
+        options = {"batch_size": config.batch_size, "seed": config.seed, "num_prefetch_batches": 1}
+        batches = make_train_iterator(corpus, sequence_length=64, **options)
         opened.append(batches)
         checkpoint = path / "checkpoints" / "4"
         metadata = read_metadata(checkpoint)
@@ -137,14 +126,10 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert [row["num_targets"] for row in before] == targets[:4]
     assert [row["num_targets"] for row in longer.steps[4:]] == [sum(targets[i : i + 3]) for i in (4, 7, 10)]
 
-    expected = [
-        {"step": 4, "field": "num_steps", "before": 4, "after": 7},
-        {"step": 4, "field": "batch_size", "before": 2, "after": 6},
-        {"step": 4, "field": "gradient_accumulation", "before": 1, "after": 2},
-        {"step": 4, "field": "optimizer.learning_rate", "before": 1e-3, "after": 3e-3},
-        {"step": 4, "field": "evaluation.every_num_steps", "before": 2, "after": 5},
-        {"step": 4, "field": "evaluation.num_sequences", "before": 2, "after": 3},
-    ]
+    changed = {"num_steps": (4, 7), "batch_size": (2, 6), "gradient_accumulation": (1, 2)}
+    changed |= {"optimizer.learning_rate": (1e-3, 3e-3), "evaluation.every_num_steps": (2, 5)}
+    changed |= {"evaluation.num_sequences": (2, 3)}
+    expected = [{"step": 4, "field": name, "before": old, "after": new} for name, (old, new) in changed.items()]
 
     def by_field(changes: list[dict]) -> list[dict]:
         return sorted(changes, key=lambda change: (change["step"], change["field"]))
@@ -152,9 +137,8 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert by_field(longer.record["config_changes"]) == by_field(expected)
     lines = longer.output.splitlines()
     at = lines.index(f"resumed at step 4/7 from {longer.path}/checkpoints")
-    assert set(lines[at + 1 : at + 7]) == {
-        f"{change['field']}: {change['before']!r} up to step 4, {change['after']!r} from now on" for change in expected
-    }
+    told = {f"{name}: {old!r} up to step 4, {new!r} from now on" for name, (old, new) in changed.items()}
+    assert set(lines[at + 1 : at + 7]) == told
     old, new = cosine(4, 4, config.optimizer), rates[0]
     assert lines[at + 7] == (
         "the learning rate follows the new schedule of 7 steps as if it had been so from the start: "
@@ -240,9 +224,8 @@ def test_files_that_were_added_are_refused_or_begun_with_an_epoch(config, place,
 
 def test_another_model_in_the_checkpoint_than_in_the_config_is_refused(config, place):
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, mlp_width=128))
-    with pytest.raises(
-        UserMistake, match=r"^checkpoint (\S*/checkpoints/4) is of another config:\n  model\.mlp_width: 64 in"
-    ):
+    told = r"^checkpoint (\S*/checkpoints/4) is of another config:\n  model\.mlp_width: 64 in"
+    with pytest.raises(UserMistake, match=told):
         place(other)
 
 
@@ -263,9 +246,7 @@ def test_data_that_changes_under_a_run_ends_it_after_a_save_and_put_back_it_goes
     documents = [[*rng.integers(0, 256, rng.integers(20, 200)), 256] for _ in range(60)]
     content = np.concatenate(documents).astype("<u2").tobytes()
     file.write_bytes(content)
-    data = DataConfig(
-        source="bin", files=(str(file),), end_of_document_token=256, token_cache_dir=str(tmp_path / "cache")
-    )
+    data = DataConfig("bin", (str(file),), end_of_document_token=256, token_cache_dir=str(tmp_path / "cache"))
     evaluation = EvaluationConfig(every_num_steps=12, num_sequences=2)
     config = dataclasses.replace(config, data=data, num_steps=24, log_every_num_steps=8, evaluation=evaluation)
     undisturbed, disturbed = (claim_workdir(tmp_path / name, config) for name in ("undisturbed", "disturbed"))

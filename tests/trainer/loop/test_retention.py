@@ -1,7 +1,5 @@
 """Which checkpoints stay: the newest, every so many steps' for good, and the one of the lowest validation loss."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

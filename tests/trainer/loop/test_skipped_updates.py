@@ -1,7 +1,5 @@
 """An update whose loss or gradient isn't finite is skipped, told and counted; too many in a row end the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -9,7 +7,7 @@ import pytest
 
 import trainer.train
 from tests.trainer.loop.faulty_run import poison, spoiled_batches
-from tests.trainer.loop.steps import end_well, skip_updates
+from tests.trainer.loop.steps import end_well, record_of, saved, skip_updates
 from trainer.errors import TrainingFailed
 from trainer.train import take_steps
 
@@ -21,7 +19,7 @@ def test_skipped_updates_are_told_and_counted_and_not_saved(make_loop, watched_c
     end_well(loop)
     assert take_steps(loop) == 0
     loop.close()
-    assert [path.name for path in sorted(loop.workdir.checkpoints.iterdir())] == ["40", "60"]
+    assert saved(loop) == ["40", "60"]
     lines = [tuple(told) for told in watched_console.told if told[0] in ("warning", "note")]
     reason = "loss nan, gradient norm 1.0: not finite, so this update is skipped"
     assert lines == [
@@ -33,11 +31,11 @@ def test_skipped_updates_are_told_and_counted_and_not_saved(make_loop, watched_c
     entries = [json.loads(line) for line in loop.workdir.metrics.read_text().splitlines()]
     assert [entry["num_skipped"] for entry in entries[10:22]] == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3]
     assert [entry["step"] for entry in entries if entry["loss"] is None] == [12, 13, 20, *range(33, 40)]
-    record = json.loads(loop.workdir.record.read_text())
+    record = record_of(loop)
     assert (record["num_skipped_updates"], record["status"]) == (10, "completed")
 
 
-def test_a_stop_amid_skipped_updates_saves_them(make_loop, watched_console):
+def test_a_stop_amid_skipped_updates_saves_them(make_loop):
     loop = make_loop()
     skip_updates(loop, range(2, 9))
     loop.run_window()
@@ -45,7 +43,7 @@ def test_a_stop_amid_skipped_updates_saves_them(make_loop, watched_console):
     assert loop.is_amid_skipped
     loop.saver.save_at_last(loop.snapshot)
     loop.close()
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["8"]
+    assert saved(loop) == ["8"]
 
 
 @pytest.mark.parametrize(("limit", "step"), [(1, 5), (3, 12)])
@@ -63,7 +61,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_the_last_good_checkp
         f"step {step}: loss nan, gradient norm 1.0: not finite{before}, so the run stops; "
         f"the last good checkpoint is {loop.workdir.checkpoints}/1. "
     )
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
+    assert saved(loop) == ["1"]
 
 
 def test_a_nan_in_the_data_is_skipped_and_a_row_of_them_ends_the_run_that_can_go_on(
@@ -91,6 +89,5 @@ def test_a_nan_in_the_data_is_skipped_and_a_row_of_them_ends_the_run_that_can_go
     assert (record["status"], record["num_skipped_updates"]) == ("completed", 2)
     assert [row["num_skipped"] for row in steps] == [0] * 11 + [1] + [2] * 48
     assert all(row["loss"] < 6 for row in steps if row["step"] > 13)
-    assert read_tensorboard(tmp_path / "tensorboard")["train/num_skipped"] == {
-        row["step"]: row["num_skipped"] for row in steps
-    }
+    shown = read_tensorboard(tmp_path / "tensorboard")["train/num_skipped"]
+    assert shown == {row["step"]: row["num_skipped"] for row in steps}

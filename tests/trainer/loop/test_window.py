@@ -1,7 +1,5 @@
 """A log window counts the whole batch, of which this process may have read a share."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -25,20 +23,13 @@ T = 64
 def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak, rng):
     model = GPTConfig(vocab_size=64, num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_width=32)
     flops = FlopCounter(model, T)
-    setup = SimpleNamespace(
-        config=SimpleNamespace(num_steps=9, optimizer=OptimizerConfig()),
-        flops=flops,
-        devices=[None] * 4,
-        peak_flops_per_s=peak,
-    )
+    config = SimpleNamespace(num_steps=9, optimizer=OptimizerConfig())
+    setup = SimpleNamespace(config=config, flops=flops, devices=[None] * 4, peak_flops_per_s=peak)
     ids = np.sort(rng.integers(0, 5, (2, 3, T)), axis=-1)  # 0: padding
     num_tokens = [int((of_batch > 0).sum()) for of_batch in ids]
     metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 0, True, 0, 0)))
-    of_some_runs = {
-        "load_balance_loss": jnp.asarray(2.5),
-        "router_z_loss": jnp.asarray(0.25),
-        "num_losses_recomputed": jnp.asarray(3),
-    }
+    values = {"load_balance_loss": 2.5, "router_z_loss": 0.25, "num_losses_recomputed": 3}
+    of_some_runs = {name: jnp.asarray(value) for name, value in values.items()}
     window = RunningWindow(setup, TimeAccount(time.perf_counter()), first_step=1)
     for number, of_batch in enumerate(ids):
         lengths = tuple(np.unique(row[row > 0], return_counts=True)[1] for row in of_batch)
@@ -53,6 +44,6 @@ def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak,
     assert [done.mfu_causal, done.entries[-1]["mfu_noncausal"]] == pytest.approx(expected)
     assert [times.to_json()[name] for name in ("mfu_causal", "mfu_noncausal")] == pytest.approx(expected)
     assert [of_some_runs.keys() & entry.keys() for entry in done.entries] == [set(), of_some_runs.keys()]
-    assert [done.entries[-1][name] for name in of_some_runs] == [2.5, 0.25, 3]
+    assert values.items() <= done.entries[-1].items()
     assert sum(num_tokens) < 2 * 3 * T
     assert done.tokens_per_s == done.entries[-1]["tokens_per_s"] == pytest.approx(sum(num_tokens) / seconds)

@@ -12,18 +12,10 @@ from trainer.step.global_batch import indices_of_process, make_global_batch
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
-MODEL = GPTConfig(
-    vocab_size=VOCAB_SIZE,
-    num_layers=2,
-    width=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    mlp_width=48,
-    masks=(CausalMask(),),
-    implementation="reference",
-    compute_dtype="float32",
-)
+SIZES = {"vocab_size": VOCAB_SIZE, "num_layers": 2, "width": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+PLAIN = {"masks": (CausalMask(),), "implementation": "reference"}
+FLOAT64 = {"compute_dtype": "float64", "param_dtype": "float64"}
+MODEL = GPTConfig(**SIZES, **PLAIN, mlp_width=48, compute_dtype="float32")
 # An epsilon far above the gradient's rounding: Adam would make a whole update of an entry that is nearly 0.
 ADAMW = OptimizerConfig(num_warmup_steps=1, epsilon=1e-5)
 

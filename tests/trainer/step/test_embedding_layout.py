@@ -27,15 +27,7 @@ def test_rows_of_the_embedding_stay_in_one_piece(axis):
         sequence_length=2048,
         batch_size=4 if axis == "fsdp" else 1,
         gradient_accumulation=1,
-        model=GPTConfig(
-            vocab_size=VOCABULARY,
-            num_layers=1,
-            num_heads=4,
-            num_kv_heads=4,
-            width=WIDTH,
-            head_dim=64,
-            compute_dtype="bfloat16",
-        ),
+        model=GPTConfig(VOCABULARY, num_layers=1, num_heads=4, num_kv_heads=4, width=WIDTH, head_dim=64),
         loss=LossConfig(implementation="mosaic_gpu"),
         mesh=MeshConfig(**{axis: 4}),
     )

@@ -1,7 +1,5 @@
 """What each process reads, and what each device gets of it, whichever process the devices of the mesh belong to."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

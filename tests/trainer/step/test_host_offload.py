@@ -1,6 +1,7 @@
 """Moments in the host's memory: the same updates, kept where they are not finite, saved and restored as any."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -27,11 +28,9 @@ CONFIG = TrainConfig(
 OFFLOADED = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, offload_moments=True))
 
 
-@pytest.mark.parametrize(
-    "make_inner", [lambda: optax.scale_by_adam(0.9, 0.95), lambda: optax.trace(0.9, nesterov=True)]
-)
-def test_streamed_updates_are_those_of_the_whole(rng, make_inner):
-    inner, streamed = make_inner(), stream_moments(make_inner())
+@pytest.mark.parametrize("inner", [optax.scale_by_adam(0.9, 0.95), optax.trace(0.9, nesterov=True)])
+def test_streamed_updates_are_those_of_the_whole(rng, inner):
+    streamed = stream_moments(inner)
     shapes = {"kernel": (3, 4, 5), "embedding": (6, 4), "scale": (4,)}
     draw = lambda: {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}  # noqa: E731
     expected_state = state = inner.init(draw())
@@ -41,8 +40,8 @@ def test_streamed_updates_are_those_of_the_whole(rng, make_inner):
         gradient = draw()
         expected, expected_state = inner.update(gradient, expected_state)
         actual, state = update(gradient, state, True)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, expected_state)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, (actual, state), (expected, expected_state))
     _, kept = update(jax.tree.map(lambda g: g * jnp.nan, gradient), state, False)
     for after, before in zip(jax.tree.leaves(kept), jax.tree.leaves(state), strict=True):
         if after.shape:
@@ -74,14 +73,11 @@ def test_a_checkpoint_goes_on_with_moments_elsewhere(tmp_path):
 
 
 def test_a_device_without_the_hosts_memory_is_refused():
-    device = SimpleNamespace(
-        device_kind="TPU v3", platform="tpu", addressable_memories=lambda: [SimpleNamespace(kind="device")]
-    )
+    memories = [SimpleNamespace(kind="device")]
+    device = SimpleNamespace(device_kind="TPU v3", platform="tpu", addressable_memories=lambda: memories)
     require_host_memory(CONFIG, device)
-    with pytest.raises(
-        UserMistake,
-        match=r"--optimizer.offload-moments True offloads to the host, but TPU v3 \(tpu\) reaches no pinned_host",
-    ):
+    told = r"--optimizer.offload-moments True offloads to the host, but TPU v3 \(tpu\) reaches no pinned_host"
+    with pytest.raises(UserMistake, match=told):
         require_host_memory(OFFLOADED, device)
     model = dataclasses.replace(CONFIG.model, remat="offload_inputs")
     with pytest.raises(UserMistake, match=r"--model.remat offload_inputs offloads .*recompute more"):

@@ -5,7 +5,7 @@ import pytest
 
 from kernels import CausalMask, LocalMask
 from layers import GPTConfig, LayerOverride, RopeScaling
-from tests.trainer.step.sharded_steps import LENGTH, draw_params, gradients_on, make_batch
+from tests.trainer.step.sharded_steps import FLOAT64, LENGTH, PLAIN, SIZES, draw_params, gradients_on, make_batch
 from trainer.config import MeshConfig
 
 
@@ -15,39 +15,19 @@ def test_loss_and_gradients_are_those_of_one_device(rng):
     longrope = RopeScaling(
         "longrope", 3.0, original_context_length=LENGTH - 8, short_factors=(1.0, 1.5), long_factors=(1.0, 4.0)
     )
-    model = GPTConfig(
-        vocab_size=64,
-        num_layers=3,
-        width=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        mlp_width=24,
-        mlp="clamped_swiglu",
-        mlp_bias=True,
-        tie_embeddings=False,
-        masks=(CausalMask() & LocalMask(9, 0), CausalMask()),
-        layer_overrides=(
-            LayerOverride(rope_scaling=longrope),
-            LayerOverride(rope_base=500.0, rope_fraction=0.5, num_kv_heads=4, head_dim=8),
-        ),
-        rope_scaling=RopeScaling("yarn", 4.0, original_context_length=16, beta_fast=4.0),
-        attention_bias=True,
-        output_bias=True,
-        qk_norm="whole",
-        qk_norm_after_rope=True,
-        query_scale=0.4,
-        logits_soft_cap=3.0,
-        sinks=True,
-        implementation="reference",
-        remat="save_attention",
-        norm_placement="both",
-        norm_scale_offset=1.0,
-        embedding_scale=4.0,
-        final_logits_soft_cap=2.0,
-        compute_dtype="float64",
-        param_dtype="float64",
+    overrides = (
+        LayerOverride(rope_scaling=longrope),
+        LayerOverride(rope_base=500.0, rope_fraction=0.5, num_kv_heads=4, head_dim=8),
     )
+    mlp = {"mlp": "clamped_swiglu", "mlp_width": 24, "mlp_bias": True}
+    attention = {"attention_bias": True, "output_bias": True, "qk_norm": "whole", "qk_norm_after_rope": True}
+    attention |= {"query_scale": 0.4, "logits_soft_cap": 3.0, "sinks": True, "layer_overrides": overrides}
+    rope = {"rope_scaling": RopeScaling("yarn", 4.0, original_context_length=16, beta_fast=4.0)}
+    norms = {"norm_placement": "both", "norm_scale_offset": 1.0}
+    ends = {"tie_embeddings": False, "embedding_scale": 4.0, "final_logits_soft_cap": 2.0}
+    how = {"masks": (CausalMask() & LocalMask(9, 0), CausalMask()), "remat": "save_attention"}
+    sizes = SIZES | PLAIN | FLOAT64 | {"num_layers": 3}
+    model = GPTConfig(**(sizes | mlp | attention | rope | norms | ends | how))
     params, batch = draw_params(rng, model), make_batch(rng)
     expected, expected_sums = gradients_on(MeshConfig(), 1, model, params, batch)
     # Embedding, head and final norm; for each of two stacks 4 + 3 kernels with biases, 6 norms and the sinks.

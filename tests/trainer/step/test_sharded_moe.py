@@ -10,41 +10,29 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kernels import CausalMask
 from layers import ActivationSharding, GPTConfig, MoE, MoEConfig
-from tests.trainer.step.sharded_steps import LENGTH, draw_params, gradients_on, largest_difference, make_batch
+from tests.trainer.step.sharded_steps import (
+    FLOAT64,
+    LENGTH,
+    PLAIN,
+    SIZES,
+    draw_params,
+    gradients_on,
+    largest_difference,
+    make_batch,
+)
 from trainer.config import MeshConfig
 from trainer.step.muon import orthogonalize
 from trainer.step.sharding import make_mesh, parameter_shardings
 
 pytestmark = pytest.mark.usefixtures("eight_devices", "float64")
 
-MIXTURE = MoEConfig(
-    num_experts=4,
-    num_experts_per_token=2,
-    expert_width=6,
-    router_bias=True,
-    expert_bias=True,
-    load_balance_loss_weight=0.7,
-    router_z_loss_weight=0.3,
-)
+WEIGHTS = {"load_balance_loss_weight": 0.7, "router_z_loss_weight": 0.3}
+MIXTURE = MoEConfig(4, 2, expert_width=6, router_bias=True, expert_bias=True, **WEIGHTS)
 
 
 def test_losses_and_gradients_are_those_of_one_device(rng):
-    model = GPTConfig(
-        vocab_size=64,
-        num_layers=2,
-        width=16,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        mlp="clamped_swiglu",
-        moe=MIXTURE,
-        masks=(CausalMask(),),
-        implementation="reference",
-        compute_dtype="float64",
-        param_dtype="float64",
-    )
+    model = GPTConfig(**SIZES, **PLAIN, **FLOAT64, mlp="clamped_swiglu", moe=MIXTURE)
     params, batch = draw_params(rng, model), make_batch(rng)
     of_one = {}
     # The mesh, and micro-batches to an update.
@@ -67,7 +55,7 @@ def test_a_layer_counts_all_tokens_of_its_mesh(rng):
     inputs, counted = rng.standard_normal((4, LENGTH, 16)), rng.random((4, LENGTH)) < 0.5
 
     def apply(sharding, params, inputs, counted):
-        options = {"compute_dtype": "float64", "param_dtype": "float64", "activation_sharding": sharding}
+        options = {**FLOAT64, "activation_sharding": sharding}
         graphdef = nnx.split(nnx.eval_shape(lambda: MoE(16, MIXTURE, **options, rngs=nnx.Rngs(0))))[0]
 
         @jax.jit
@@ -92,11 +80,8 @@ def test_a_layer_counts_all_tokens_of_its_mesh(rng):
 )
 def test_muon_orthogonalizes_each_layer_and_expert_wherever_it_lies(mesh, rng):
     mesh = make_mesh(mesh)
-    mlp = {
-        "experts": {"down": {"kernel": rng.standard_normal((3, 4, 6, 16))}},
-        "up": {"kernel": rng.standard_normal((3, 16, 6))},
-    }
-    updates = {"blocks": {0: {"mlp": mlp}}}
+    experts = {"down": {"kernel": rng.standard_normal((3, 4, 6, 16))}}
+    updates = {"blocks": {0: {"mlp": {"experts": experts, "up": {"kernel": rng.standard_normal((3, 16, 6))}}}}}
     placed = jax.device_put(updates, parameter_shardings(updates, mesh))
     on_mesh, on_one = (
         jax.jit(lambda updates, mesh=mesh: orthogonalize(mesh).update(updates, None)[0])(updates)

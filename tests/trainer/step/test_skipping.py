@@ -1,7 +1,5 @@
 """Which updates are skipped: those that aren't finite, and spikes of the gradient's norm."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -10,8 +10,8 @@ import optax
 import pytest
 from flax import nnx
 
-from kernels import CausalMask
 from layers import GPTConfig
+from tests.trainer.step.sharded_steps import PLAIN
 from tests.trainer.step.test_loss import exact_exponentials
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -22,18 +22,8 @@ from trainer.step.sharding import make_mesh
 from trainer.step.skipping import NUM_RECENT, Skipping
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 4, 32, 64
-MODEL = GPTConfig(
-    vocab_size=VOCAB_SIZE,
-    num_layers=2,
-    width=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_width=32,
-    masks=(CausalMask(),),
-    implementation="reference",
-    compute_dtype="float32",
-)
+SIZES = {"vocab_size": VOCAB_SIZE, "num_layers": 2, "width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+MODEL = GPTConfig(**SIZES, **PLAIN, mlp_width=32, compute_dtype="float32")
 CONFIG = TrainConfig(
     name="test",
     model=MODEL,
@@ -128,9 +118,8 @@ def test_documents_are_kept_apart_unless_the_config_says_otherwise(rng, initial_
         "positions": jnp.broadcast_to(jnp.arange(LENGTH), (BATCH_SIZE, LENGTH)),
     }
     together = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, keep_documents_apart=False))
-    apart_step, together_step = (
-        make_step_functions(config, make_mesh(MeshConfig())).eval_step for config in (CONFIG, together)
-    )
+    both = (make_step_functions(config, make_mesh(MeshConfig())) for config in (CONFIG, together))
+    apart_step, together_step = (functions.eval_step for functions in both)
     nats, _ = together_step(initial_state.params, batch)
     np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document)[0], rtol=1e-6)
 

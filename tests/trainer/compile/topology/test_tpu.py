@@ -42,10 +42,7 @@ def test_the_environment_that_keeps_libtpu_quiet(name, accelerator_type, monkeyp
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (
-            "v9:2x2",
-            r"unknown topology 'v9:2x2'; expected a TPU generation and the shape .* such as v4:2x2x1, .*v6e:16x16",
-        ),
+        ("v9:2x2", r"unknown topology 'v9:2x2'; expected a TPU generation and the shape .* such as v4:2x2x1, .*v6e:16"),
         ("v5p-8", r"unknown topology 'v5p-8'; expected"),
         ("v5p2x2x1", r"; did you mean v5p:2x2x1\?$"),
         ("v5p:0x2x1", r"unknown topology 'v5p:0x2x1'"),
