@@ -1,4 +1,4 @@
-"""Attention over several devices, each of which holds a part of every row's tokens.
+"""Attention over several devices, each of which holds a part of every sequence's tokens.
 
 `sequence_sharding` decides which tokens each rank holds, `exchange` how ranks get at each other's keys and values, and
 `attend_over_mesh` is the call.

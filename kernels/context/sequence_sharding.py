@@ -25,8 +25,9 @@ from kernels.masks import Mask
 from kernels.plan.host import make_block_plan
 
 SequenceSharding = Literal["contiguous", "zigzag", "balanced"]
-"""contiguous: rank i holds the i-th part of the row. zigzag: of 2·R parts, rank i holds the i-th from either end (Ring
-Flash Attention, github.com/zhuzilin/ring-flash-attention). balanced: chunks in an order that each row decides."""
+"""contiguous: rank i holds the i-th part of the sequence. zigzag: of 2·R parts, rank i holds the i-th from either end
+(Ring Flash Attention, github.com/zhuzilin/ring-flash-attention). balanced: chunks in an order that each sequence
+decides."""
 
 # The side of the tiles in which costs are counted, in tokens. The kernels' own tiles differ little from it.
 _TILE = 128
@@ -175,7 +176,7 @@ def chunk_costs(
 
     Returns:
       float64, weighted by the masks' weights. For a mask whose rows aren't intervals (`MaskFn`, `NumpyMask`), documents
-      are assumed to shorten every row in proportion to their length.
+      are assumed to shorten every query's keys in proportion to their length.
     """
     # A tile doesn't reach past its chunk, since the next chunk may lie on another rank.
     side = min(_TILE, chunk_size)
@@ -273,7 +274,7 @@ def _swap_until_level(assigned: Int[np.ndarray, "R n"], costs: Float[np.ndarray,
 
 
 def _swap(assigned: Int[np.ndarray, "R n"], totals: Float[np.ndarray, " R"], costs: Float[np.ndarray, " C"]) -> bool:
-    """Swaps two chunks of the busiest and the idlest rank, the pair that brings both closest to their mean, in place.
+    """Swaps two chunks of the busiest and the idlest rank, after which both are closest to their mean, in place.
 
     Returns:
       Whether there was such a pair.
@@ -302,7 +303,7 @@ def _tokens_of(chunks: Int[np.ndarray, "R n"], chunk_size: int) -> Int[np.ndarra
 
 
 def _documents(segment_ids: Int[np.ndarray, " T"] | None, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The places at which each token's document begins and ends."""
+    """The indices at which each token's document begins and ends."""
     if segment_ids is None:
         return np.zeros(length, np.int64), np.full(length, length)
     starts = np.flatnonzero(np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]]))
@@ -322,7 +323,7 @@ def _by_head(masks: Mapping[Mask, float]) -> dict[Mask, float]:
 
 @functools.lru_cache(maxsize=16)
 def _visited_pairs(mask: Mask, length: int, side: int) -> Float[np.ndarray, " rows"]:
-    """Pairs in the tiles that each query tile of a whole row visits."""
+    """Pairs in the tiles that each query tile of a whole sequence visits."""
     plan = make_block_plan(mask, length, length, side, side)
     num_tiles = np.zeros(plan.num_rows)
     for rectangles in (plan.full, plan.partial):

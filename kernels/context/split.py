@@ -1,6 +1,6 @@
-"""How the tokens of each row are split over the ranks of a mesh axis, and how they are put back into the row's order.
+"""The split of each sequence's tokens over the ranks of a mesh axis, and the way back to the sequence's order.
 
-Dimensions: B batch, T tokens of a row, t = T / R tokens of a rank, R ranks.
+Dimensions: B batch, T tokens of a sequence, t = T / R tokens of a rank, R ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNKNOWN_DEVICES = "is for GPUs of a mesh that is known"
 
 
 class Split(NamedTuple):
-    """The split of all rows, inside `jax.shard_map`.
+    """The split of all sequences, inside `jax.shard_map`.
 
     Attributes:
       axis: the mesh axis.
@@ -48,18 +48,18 @@ class Split(NamedTuple):
         length: int,
         peer_refusal: str | None = UNKNOWN_DEVICES,
     ) -> Split:
-        """The split of rows of `length` tokens, `balanced` in chunks of the default size."""
+        """The split of sequences of `length` tokens, `balanced` in chunks of the default size."""
         chunk_size = default_chunk_size(length, num_ranks) if sequence_sharding == "balanced" else None
         return Split(axis, num_ranks, length, sequence_sharding, chunk_size, peer_refusal)
 
     @property
     def num_runs(self) -> int | None:
-        """The runs of consecutive tokens that every rank holds; None if each row decides."""
+        """The runs of consecutive tokens that every rank holds; None if each sequence decides."""
         return {"contiguous": 1, "zigzag": 2, "balanced": None}[self.sequence_sharding]
 
     @property
     def run_length(self) -> int:
-        """The tokens of each aligned run of a rank's tokens that follow each other in the row."""
+        """The tokens of each aligned run of a rank's tokens that follow each other in the sequence."""
         if self.num_runs is None:
             assert self.chunk_size is not None, "balanced has chunks"
             return self.chunk_size
@@ -84,7 +84,7 @@ class Split(NamedTuple):
             half = length // 2
             late = (2 * self.num_ranks - 1 - rank) * half
             token_order = jnp.where(arange < half, rank * half + arange, late + arange - half)
-        # libtpu 0.0.42 aborts where it fuses this with the lowest and highest place of each tile, at 128 tiles.
+        # libtpu 0.0.42 aborts where it fuses this with the lowest and highest position of each tile, at 128 tiles.
         return jnp.broadcast_to(lax.optimization_barrier(token_order), (batch, length))
 
     def gather(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
@@ -95,8 +95,8 @@ class Split(NamedTuple):
         """Each rank's tokens of the sum over all ranks; the transpose of `gather`."""
         return lax.psum_scatter(x, self.axis, scatter_dimension=1, tiled=True)
 
-    def chunks(self, order: RowOrder, batch: int) -> Int[Array | np.ndarray, "B C"]:
-        """The chunk of the row, of `run_chunk` tokens, that stands in each place of the ranks' order.
+    def chunks(self, order: SequenceOrder, batch: int) -> Int[Array | np.ndarray, "B C"]:
+        """The chunk of the sequence, of `run_chunk` tokens, at each index of the ranks' order.
 
         NumPy's where it is known ahead of time.
         """
@@ -107,32 +107,32 @@ class Split(NamedTuple):
         )
         return np.broadcast_to(chunks, (batch, len(chunks)))
 
-    def row_order(self, inputs: AttentionInputs) -> RowOrder:
-        """The order of the row, for tokens that lie in the order of the ranks."""
+    def sequence_order(self, inputs: AttentionInputs) -> SequenceOrder:
+        """The order of the sequence, for tokens that lie in the order of the ranks."""
         if self.sequence_sharding != "balanced":
-            return RowOrder(self, None)
+            return SequenceOrder(self, None)
         assert self.chunk_size is not None
         chunks = self.token_order(inputs)[:, :: self.chunk_size] // self.chunk_size
-        return RowOrder(self, self.gather(chunks))
+        return SequenceOrder(self, self.gather(chunks))
 
 
-class RowOrder(NamedTuple):
-    """Puts the tokens of all ranks into the row's order, and back.
+class SequenceOrder(NamedTuple):
+    """Puts the tokens of all ranks into the sequence's order, and back.
 
     Attributes:
-      split: of the rows.
-      chunks: balanced: the chunk of the row that stands in each place of the ranks' order, `[B, C]`.
+      split: of the sequences.
+      chunks: balanced: the chunk of the sequence at each index of the ranks' order, `[B, C]`.
     """
 
     split: Split
     chunks: Int[Array, "B C"] | None
 
     def gather(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
-        """All ranks' tokens, in the order of the row."""
+        """All ranks' tokens, in the order of the sequence."""
         return self.sort(self.split.gather(x))
 
     def sort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """From the order of the ranks to the order of the row."""
+        """From the order of the ranks to the order of the sequence."""
         if self.split.sequence_sharding == "contiguous":
             return x
         if self.chunks is not None:
@@ -142,7 +142,7 @@ class RowOrder(NamedTuple):
         return jnp.concatenate([by_rank[:, :, 0], by_rank[:, ::-1, 1]], axis=1).reshape(x.shape)
 
     def unsort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """From the order of the row to the order of the ranks."""
+        """From the order of the sequence to the order of the ranks."""
         if self.split.sequence_sharding == "contiguous":
             return x
         if self.chunks is not None:
@@ -160,6 +160,6 @@ def _take_chunks(x: Shaped[Array, "B T ..."], order: Int[Array, "B C"]) -> Shape
 def take(
     chunks: Shaped[Array, "B C ..."], numbers: Int[Array, "B n"], *, unique_indices: bool = False
 ) -> Shaped[Array, "B n ..."]:
-    """Chunks of each row, by their numbers in it."""
+    """Chunks of each sequence, by their numbers in it."""
     take_row = functools.partial(jnp.take, axis=0, unique_indices=unique_indices, mode="clip")
     return jax.vmap(take_row)(chunks, numbers)

@@ -65,7 +65,7 @@ def test_what_a_query_may_attend_to_is_there_and_gets_its_gradient(sequence_shar
         inputs = AttentionInputs(
             local, local, local, token_order=token_order if sequence_sharding == "balanced" else None
         )
-        chunks = split.chunks(split.row_order(inputs), batch)
+        chunks = split.chunks(split.sequence_order(inputs), batch)
         return getattr(NeededChunks(call, split, chunks, ids if has_documents else None), function)((x,))[0]
 
     run = functools.partial(jax.vmap, axis_name="context")
@@ -107,7 +107,7 @@ def test_short_documents_send_little(rng):
 
     def most(ids, token_order):
         inputs = AttentionInputs(local, local, local, token_order=token_order)
-        return NeededChunks(call, split, split.chunks(split.row_order(inputs), 1), ids).most
+        return NeededChunks(call, split, split.chunks(split.sequence_order(inputs), 1), ids).most
 
     sharded = [jnp.asarray(x).reshape(num_ranks, 1, -1) for x in (ids[token_order], token_order)]
     assert int(jax.vmap(most, axis_name="context")(*sharded).max()) <= 2

@@ -22,7 +22,7 @@ from kernels import CausalMask, LocalMask, Target
 from kernels.call import AttentionInputs
 from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, plan_context, shard_sequence
 from kernels.context.attention import local_call
-from kernels.context.exchanges.peer import KeyRows
+from kernels.context.exchanges.peer import GatheredKeys
 from kernels.context.exchanges.peer import kernel_call as call_of_kernel
 from kernels.plan import make_rows
 from layers import GPTConfig
@@ -101,7 +101,7 @@ def test_what_is_read_is_what_is_needed(num_ranks, sequence_sharding, has_docume
             local, local, local, token_order=token_order if sequence_sharding == "balanced" else None
         )
         inputs = inputs._replace(query_segment_ids=ids if has_documents else None)
-        rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
+        rows = GatheredKeys.of(inputs, call, split, is_compact=is_compact)
         return rows.tables(past_the_last), rows.num_keys, rows.order_of_own
 
     def of_ranks(x):
@@ -154,7 +154,7 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
     def tiles(rank_ids, rank_order, is_compact):
         local = jnp.zeros((batch, length // 2, 1, 8))
         inputs = AttentionInputs(local, local, local, query_segment_ids=rank_ids, token_order=rank_order)
-        rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
+        rows = GatheredKeys.of(inputs, call, split, is_compact=is_compact)
         inputs = inputs._replace(
             key_value_segment_ids=rows.gather(rank_ids),
             query_positions=rows.order_of_own,

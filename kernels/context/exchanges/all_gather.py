@@ -21,7 +21,7 @@ from jaxtyping import Array, Int, Shaped
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.exchanges.needed import NeededChunks, can_leave_any
 from kernels.context.rank import Rank
-from kernels.context.split import RowOrder, Split
+from kernels.context.split import SequenceOrder, Split
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -62,14 +62,14 @@ class _Keys(NamedTuple):
     """
 
     rank: Rank
-    order: RowOrder
+    order: SequenceOrder
     needed: NeededChunks | None
 
     @staticmethod
     def of(inputs: AttentionInputs, rank: Rank) -> _Keys:
         """The keys of a call of one rank. Only the tokens' integers are read."""
         call, split = rank.call, rank.split
-        order = split.row_order(inputs)
+        order = split.sequence_order(inputs)
         if not can_leave_any(call, split):
             return _Keys(rank, order, None)
         chunks = split.chunks(order, call.batch)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Shaped
 
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.rank import Rank
-from kernels.context.split import RowOrder, Split
+from kernels.context.split import SequenceOrder, Split
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -53,7 +53,7 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
     """Brings whole sequences of this rank's heads; differentiable."""
 
     def bring_heads(inputs: AttentionInputs) -> AttentionInputs:
-        order = rank.split.row_order(inputs)
+        order = rank.split.sequence_order(inputs)
         ids, positions = (
             None if x is None else order.gather(x) for x in (inputs.query_segment_ids, inputs.query_positions)
         )
@@ -75,14 +75,14 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
 def fwd(inputs: AttentionInputs, rank: Rank) -> tuple[Array, Array]:
     """Output of this rank's tokens, and lse of its heads, which stays here."""
     output, lse = rank.fwd(inputs)
-    return _to_tokens(output, rank.split.row_order(inputs)), lse
+    return _to_tokens(output, rank.split.sequence_order(inputs)), lse
 
 
 def cotangent(
     inputs: AttentionInputs, rank: Rank, output: Array, lse: Array, d_output: Array, d_lse: Array
 ) -> Cotangent:
     """The cotangent of this rank's heads; `output` and `d_output` are of its tokens."""
-    order = rank.split.row_order(inputs)
+    order = rank.split.sequence_order(inputs)
     delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
     delta = _to_heads(delta, order) - jnp.where(lse != -jnp.inf, d_lse, 0)
     return Cotangent(_to_heads(d_output, order), lse, delta)
@@ -98,11 +98,11 @@ def _own_heads(sinks: Shaped[Array, " N"], rank: Rank) -> Shaped[Array, " n"]:
     return lax.dynamic_slice_in_dim(sinks, lax.axis_index(rank.split.axis) * num_heads, num_heads)
 
 
-def _to_heads(x: Shaped[Array, "B t N ..."], order: RowOrder) -> Shaped[Array, "B T n ..."]:
+def _to_heads(x: Shaped[Array, "B t N ..."], order: SequenceOrder) -> Shaped[Array, "B T n ..."]:
     return order.sort(lax.all_to_all(x, order.split.axis, split_axis=2, concat_axis=1, tiled=True))
 
 
-def _to_tokens(x: Shaped[Array, "B T n ..."], order: RowOrder) -> Shaped[Array, "B t N ..."]:
+def _to_tokens(x: Shaped[Array, "B T n ..."], order: SequenceOrder) -> Shaped[Array, "B t N ..."]:
     return lax.all_to_all(order.unsort(x), order.split.axis, split_axis=1, concat_axis=2, tiled=True)
 
 

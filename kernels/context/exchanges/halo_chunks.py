@@ -1,6 +1,6 @@
 """Halos that GPUs read from their neighbours' memory: one kernel puts a rank's keys and their halo together.
 
-Which chunks those are is known ahead of time. At the ends of the row, own chunks stand for what isn't there.
+Which chunks those are is known ahead of time. At the ends of the sequence, own chunks stand for what isn't there.
 
 Dimensions: B batch, t tokens of a rank, s = left + t + right keys, R ranks, l tokens of a chunk, n = t / l chunks of a
 rank, C = s / l.
@@ -44,7 +44,7 @@ class HaloChunks(NamedTuple):
 
         Args:
           call: of one rank, which holds one run of consecutive tokens.
-          split: of the rows.
+          split: of the sequences.
           left, right: tokens of the halo.
         """
         if split.peer_refusal is not None or split.num_ranks > peer_memory.MOST_RANKS:
@@ -72,7 +72,7 @@ class HaloChunks(NamedTuple):
             ]
         )
         of_own = jnp.zeros((self.num_own, split.num_ranks), jnp.int32).at[:, 0].set(self.num_left + number)
-        # One more than a place. Of two ranks, one is after the other and before it, but not both at the row's ends.
+        # One more than an index. Of two ranks, one is after the other and before it, but not both at the ends.
         in_next = jnp.where(is_last, 0, 1 + jnp.arange(self.num_left, dtype=jnp.int32))
         in_previous = jnp.where(is_first, 0, 1 + self.num_left + self.num_own + after)
         of_own = of_own.at[self.num_own - self.num_left :, 1].add(in_next)

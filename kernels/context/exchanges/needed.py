@@ -3,12 +3,13 @@
 Documents end, and windows reach only so far. A chunk is needed if another rank holds a chunk whose queries may attend
 to it, by the ids of the two and by the mask's reach. All ranks work that out for all ranks, so they agree on it.
 
-A program's shapes are static, and each row decides how much is needed. So there are a few programs of the exchange,
-from a sixteenth of a rank's chunks to all of them, and the rank whose chunks are in most demand chooses among them. The
-kernel sees a whole row in any case. What wasn't sent stands for other keys there, which no query attends to.
+A program's shapes are static, and each sequence decides how much is needed. So there are a few programs of the
+exchange, from a sixteenth of a rank's chunks to all of them. The rank whose chunks are in most demand chooses among
+them. The kernel sees a whole sequence in any case. Other keys fill the slots of chunks that weren't sent; no query
+attends to these slots.
 
-Dimensions: B batch, t tokens of a rank, T of a row, R ranks, c chunks of a rank, C = c·R of a row, n that a rank sends,
-l tokens of a chunk.
+Dimensions: B batch, t tokens of a rank, T of a sequence, R ranks, c chunks of a rank, C = c·R of a sequence, n that a
+rank sends, l tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kernels.context.split import Split, take
 
 # The parts of its chunks that a rank sends in each of the programs.
 _PARTS = (16, 8, 4, 2, 1)
-# Pairs of chunks are compared. Of a row that divides only into tiny ones there would be too many.
+# Pairs of chunks are compared. Of a sequence that divides only into tiny ones there would be too many.
 MOST_CHUNKS = 8192
 
 
@@ -55,8 +56,8 @@ def needed_by_others(
 
     Args:
       call: of one rank.
-      split: of the rows.
-      chunks: which chunk of the row each is, in the order of the ranks; NumPy's if every row has them alike.
+      split: of the sequences.
+      chunks: which chunk of the sequence each is, in the order of the ranks; NumPy's if every sequence has them alike.
       segment_ids: of the rank's tokens; None: one document.
     """
     owners = np.arange(chunks.shape[1]) // (call.q_len // split.run_chunk)
@@ -78,7 +79,7 @@ def may_share_documents(segment_ids: Int[Array, "B c l"], split: Split) -> Bool[
 
     Args:
       segment_ids: of the rank's chunks, of whatever length.
-      split: of the rows.
+      split: of the sequences.
     """
     ends = split.gather(jnp.stack([segment_ids.min(-1), segment_ids.max(-1)], axis=-1))
     lowest, highest = ends[..., 0], ends[..., 1]
@@ -97,8 +98,8 @@ class NeededChunks:
 
     Args:
       call: of one rank.
-      split: of the rows.
-      chunks: which chunk of the row each is, in the order of the ranks; NumPy's if every row has them alike.
+      split: of the sequences.
+      chunks: which chunk of the sequence each is, in the order of the ranks; NumPy's if every sequence has them alike.
       segment_ids: of the rank's tokens; None: one document.
     """
 
@@ -121,13 +122,13 @@ class NeededChunks:
         turns = jnp.argsort(self.sent, axis=-1).astype(jnp.int32)
         self.chunks = jnp.asarray(chunks, jnp.int32).reshape(by_rank.shape)
         self.own_chunks, self.own_turns = self.chunks[:, self.rank], turns[:, self.rank]
-        # Of each chunk of the row: the rank that holds it, which of the rank's chunks it is, and its turn.
+        # Of each chunk of the sequence: the rank that holds it, which of the rank's chunks it is, and its turn.
         holders = jnp.argsort(chunks, axis=1).astype(jnp.int32)
         self.holders, self.numbers = jnp.divmod(holders, self.num_chunks)
         self.turns = jnp.take_along_axis(turns.reshape(chunks.shape), holders, axis=1)
 
     def gather(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B T ..."], ...]:
-        """Whole rows, in their order, whose chunks are right where this rank needs or holds them."""
+        """Whole sequences, in their order, whose chunks are right where this rank needs or holds them."""
 
         def gather(x: Shaped[Array, "B t ..."], size: int) -> Shaped[Array, "B T ..."]:
             own = cut_into_chunks(x, self.split)

@@ -50,12 +50,12 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 
 def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
-    """Brings the sequences of keys that the rank's queries need; differentiable."""
+    """Brings the keys that the rank's queries need; differentiable."""
     call, split, longest_tile = rank.call, rank.split, rank.kernel.backend.longest_tile
 
     def bring_keys(inputs: AttentionInputs) -> AttentionInputs:
-        rows = KeyRows.of(inputs, call, split, is_compact=_may_be_compact(call) and longest_tile is not None)
-        tables = rows.tables(longest_tile or 0)
+        keys = GatheredKeys.of(inputs, call, split, is_compact=_may_be_compact(call) and longest_tile is not None)
+        tables = keys.tables(longest_tile or 0)
         own = tuple(cut_into_chunks(x, split) for x in (inputs.key, inputs.value))
         whole = chunk_collectives.gather_chunks(own, tables, split.axis, call.target.num_multiprocessors)
         key, value = (x.reshape(x.shape[0], split.length, *x.shape[3:]) for x in whole)
@@ -63,10 +63,10 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
         return inputs._replace(
             key=key,
             value=value,
-            key_value_segment_ids=None if ids is None else rows.gather(ids),
-            query_positions=rows.order_of_own if positions is None else positions,
-            key_value_positions=arange_like(key) if positions is None else rows.gather(positions),
-            num_keys=rows.num_keys[:, None] if rows.is_compact else None,
+            key_value_segment_ids=None if ids is None else keys.gather(ids),
+            query_positions=keys.order_of_own if positions is None else positions,
+            key_value_positions=arange_like(key) if positions is None else keys.gather(positions),
+            num_keys=keys.num_keys[:, None] if keys.is_compact else None,
         )
 
     return bring_keys
@@ -82,19 +82,19 @@ def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
     return rank.bwd(inputs, cotangent)
 
 
-class KeyRows(NamedTuple):
-    """The rows of keys that each rank puts together.
+class GatheredKeys(NamedTuple):
+    """The chunks of keys that each rank puts together, a slot for each chunk of a sequence.
 
     "By rank": first rank 0's chunks as it holds them, then rank 1's, and so on.
 
     Attributes:
-      split: of the rows.
-      is_compact: whether the chunks that a rank holds or needs come first in its rows, and what comes after them may
-        hold anything. Otherwise all chunks are there, in the row's order.
+      split: of the sequences.
+      is_compact: whether the chunks that a rank holds or needs come first, and the slots after them may hold anything.
+        Otherwise all chunks are there, in the sequence's order.
       is_needed: whether each rank, the first dimension, needs each chunk that it doesn't hold, by rank.
-      order: the chunk in each place of this rank's rows, by rank.
-      slots: the slot of each chunk in rank 0's rows, in rank 1's, and so on, by rank.
-      num_chunks: the number of slots at the beginning of each of this rank's rows that hold chunks.
+      order: the chunk in each of this rank's slots, by rank.
+      slots: the slot of each chunk on rank 0, on rank 1, and so on, by rank.
+      num_chunks: the number of this rank's slots, from the first on, that hold chunks of each sequence.
     """
 
     split: Split
@@ -105,9 +105,9 @@ class KeyRows(NamedTuple):
     num_chunks: Int[Array, " B"]
 
     @staticmethod
-    def of(inputs: AttentionInputs, call: AttentionCall, split: Split, *, is_compact: bool) -> KeyRows:
-        """Those of a call of one rank."""
-        chunks = split.chunks(split.row_order(inputs), call.batch)
+    def of(inputs: AttentionInputs, call: AttentionCall, split: Split, *, is_compact: bool) -> GatheredKeys:
+        """The keys of a call of one rank."""
+        chunks = split.chunks(split.sequence_order(inputs), call.batch)
         is_needed = jnp.moveaxis(jnp.asarray(needed_by_others(call, split, chunks, inputs.query_segment_ids)), -1, 0)
         chunks, num_all = jnp.asarray(chunks, jnp.int32), chunks.shape[1]
         ranks = jnp.arange(split.num_ranks, dtype=jnp.int32)[:, None, None]
@@ -116,32 +116,32 @@ class KeyRows(NamedTuple):
         order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_all), axis=-1).astype(jnp.int32)
         slots = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
         here, num_chunks = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
-        return KeyRows(split, is_compact, is_needed, order[here], slots, num_chunks[here])
+        return GatheredKeys(split, is_compact, is_needed, order[here], slots, num_chunks[here])
 
     @property
     def num_keys(self) -> Int[Array, " B"]:
-        """The number of tokens at the beginning of each of this rank's rows that hold keys."""
+        """The number of keys of each sequence that this rank has."""
         return self.num_chunks * self.split.run_chunk
 
     @property
     def order_of_own(self) -> Int[Array, "B t"]:
-        """Where in its rows this rank's tokens stand."""
+        """The index of each of this rank's tokens among its keys."""
         length = self.split.run_chunk
         first = self._own(self.slots[self._rank]) * length
         return (first[..., None] + jnp.arange(length, dtype=jnp.int32)).reshape(first.shape[0], -1)
 
     def gather(self, x: Shaped[Array, "B t"]) -> Shaped[Array, "B T"]:
-        """What there is of each token, in this rank's rows; past the last key, what the last one has.
+        """A number of each token, in the order of this rank's keys; past the last key, the last key's.
 
-        So documents have no more parts in a row than where all of it is there, and a plan's tiles stay FULL.
+        So documents have no more parts than where all keys are there, and a plan's tiles stay FULL.
         """
         by_rank = cut_into_chunks(self.split.gather(x), self.split)
-        row = take(by_rank, self.order, unique_indices=True).reshape(x.shape[0], -1)
-        last = jnp.take_along_axis(row, self.num_keys[:, None] - 1, axis=1)
-        return jnp.where(arange_like(row) < self.num_keys[:, None], row, last)
+        keys = take(by_rank, self.order, unique_indices=True).reshape(x.shape[0], -1)
+        last = jnp.take_along_axis(keys, self.num_keys[:, None] - 1, axis=1)
+        return jnp.where(arange_like(keys) < self.num_keys[:, None], keys, last)
 
-    def tables(self, num_past_the_last: int) -> chunk_collectives.ChunkTables:
-        """Where chunks are, for this rank's kernels, which put so many keys together past a row's last, too."""
+    def tables(self, num_more_keys: int) -> chunk_collectives.ChunkTables:
+        """Where chunks are, for this rank's kernels, which put `num_more_keys` together past the last key, too."""
         num_ranks, _, num_all = self.is_needed.shape
         num_own = num_all // num_ranks
         holder, number = jnp.divmod(self.order, num_own)
@@ -150,7 +150,7 @@ class KeyRows(NamedTuple):
         others = (self._rank + jnp.arange(1, num_ranks, dtype=jnp.int32)) % num_ranks
         there = jnp.where(self.is_needed[others], self.slots[others] + 1, 0)
         of_own = jnp.stack([self._own(x) for x in (self.slots[self._rank], *there)], axis=-1)
-        num_more = -(-num_past_the_last // self.split.run_chunk)
+        num_more = -(-num_more_keys // self.split.run_chunk)
         num_chunks = jnp.minimum(self.num_chunks.max(keepdims=True) + num_more, num_all)
         return chunk_collectives.ChunkTables(*(x.astype(jnp.int32) for x in (of_row, of_own, num_chunks)))
 
@@ -163,7 +163,7 @@ class KeyRows(NamedTuple):
 
 
 def _may_be_compact(call: AttentionCall) -> bool:
-    """Whether a rank's rows may do without the chunks that, by the documents, it doesn't need.
+    """True: a rank may do without the chunks that, by the documents, it doesn't need.
 
     Positions then count on over the chunks that are left out. So the mask has to look at the tokens' order alone, and
     not ahead: the slots after the last key come after all queries.

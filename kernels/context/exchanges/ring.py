@@ -192,7 +192,7 @@ def needed_hops(call: AttentionCall, split: Split, segment_ids: Int[Array, "B t"
 
     Args:
       call: of one rank.
-      split: of the rows.
+      split: of the sequences.
       segment_ids: of the rank's tokens; None: one document.
     """
     most = num_hops(call, split)
@@ -233,7 +233,7 @@ def merge(
 def add_sinks(
     whole: tuple[Float[Array, "B t N V"], Float[Array, "B t N"]], sinks: Float[Array, " N"]
 ) -> tuple[Float[Array, "B t N V"], Float[Array, "B t N"]]:
-    """Output and lse with the sinks taken into the softmax, where a row attends to anything."""
+    """Output and lse with the sinks taken into the softmax, where a query attends to anything."""
     output, lse = whole
     total = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks.astype(lse.dtype)))
     total = jnp.where(total == jnp.inf, jnp.nan, total)  # a share of exp(−inf) would hide it
