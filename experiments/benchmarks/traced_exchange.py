@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.benchmarks.train_throughput.breakdown import Kernel, read_kernels
+from experiments.benchmarks.train_throughput.breakdown import TracedKernel, read_kernels
 from trainer.compile.collectives import received_bytes
 from trainer.compile.hlo import Module, parse_module
 from trainer.compile.kernels import CALL_TARGET
@@ -57,7 +57,7 @@ def trace_exchange(run: Callable[[], Any], program: jax.stages.Compiled, *, num_
     return summarize(by_gpu, parse_module(program.as_text() or ""), num_runs) if by_gpu[0] else None
 
 
-def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int) -> TracedExchange:
+def summarize(by_gpu: Sequence[Sequence[TracedKernel]], module: Module, num_runs: int) -> TracedExchange:
     """Sums up what the first GPU ran.
 
     Args:
@@ -84,7 +84,7 @@ def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int)
     )
 
 
-def _collectives(kernels: Iterable[Kernel]) -> list[Kernel]:
+def _collectives(kernels: Iterable[TracedKernel]) -> list[TracedKernel]:
     """Kernels that wait for all GPUs; every GPU runs them in this order."""
     return [kernel for kernel in kernels if _COLLECTIVES.search(kernel.name)]
 
@@ -97,7 +97,7 @@ def _attention_kernels(module: Module) -> Iterator[str]:
                 yield instruction.name
 
 
-def _received_bytes(kernels: Sequence[Kernel], module: Module, num_gpus: int) -> float:
+def _received_bytes(kernels: Sequence[TracedKernel], module: Module, num_gpus: int) -> float:
     """Bytes received in all runs; collectives run as often as the rest of their computation: few have names."""
     counts = Counter(kernel.instruction for kernel in kernels)
     return sum(
@@ -106,7 +106,7 @@ def _received_bytes(kernels: Sequence[Kernel], module: Module, num_gpus: int) ->
     )
 
 
-def _covered_ns(kernels: Iterable[Kernel]) -> float:
+def _covered_ns(kernels: Iterable[TracedKernel]) -> float:
     """Nanoseconds in which one of these ran at least; by start."""
     covered = busy_until = 0.0
     for kernel in kernels:

@@ -4,7 +4,7 @@ import dataclasses
 
 from experiments.benchmarks.context_attention import main
 from experiments.benchmarks.traced_exchange import summarize
-from experiments.benchmarks.train_throughput.breakdown import Kernel
+from experiments.benchmarks.train_throughput.breakdown import TracedKernel
 from trainer.compile.hlo import parse_module
 
 MODULE = parse_module(
@@ -35,12 +35,12 @@ ENTRY %main (a: f32[8,4], i: s32[]) -> f32[8,4] {
 )
 # One run, in which the second branch runs. The collective's name isn't the instruction's.
 FIRST = [
-    Kernel("loop_fusion", "many", 0, 10),
-    Kernel("ncclDevKernel_AllGather", "all_gather.7", 10, 40),
-    Kernel("ncclDevKernel_SendRecv", "permuted", 45, 60),
-    Kernel("kernel", "chunks", 60, 65),
-    Kernel("kernel", "attend", 63, 163),
-    Kernel("ncclDevKernel_SendRecv", "other", 150, 170),
+    TracedKernel("loop_fusion", "many", 0, 10),
+    TracedKernel("ncclDevKernel_AllGather", "all_gather.7", 10, 40),
+    TracedKernel("ncclDevKernel_SendRecv", "permuted", 45, 60),
+    TracedKernel("kernel", "chunks", 60, 65),
+    TracedKernel("kernel", "attend", 63, 163),
+    TracedKernel("ncclDevKernel_SendRecv", "other", 150, 170),
 ]
 
 

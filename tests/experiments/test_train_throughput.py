@@ -15,7 +15,7 @@ from rich.console import Console
 
 from experiments.benchmarks.train_throughput import breakdown, measure
 from experiments.benchmarks.train_throughput.__main__ import ThroughputArguments, main
-from experiments.benchmarks.train_throughput.breakdown import Kernel, break_down, part_of
+from experiments.benchmarks.train_throughput.breakdown import TracedKernel, break_down, part_of
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
 from trainer.compile.hlo import parse_module
@@ -165,9 +165,9 @@ def test_a_trace_is_summed_by_part_and_its_gaps_are_idle(step_module):
     kernels = []
     for start in (0.0, 10e6):
         kernels += [
-            Kernel("a", loss.name, start, start + 1e6),
-            Kernel(re.sub(r"\W", "_", optimizer.name), None, start + 0.75e6, start + 1.25e6),
-            Kernel("Memcpy D2D", None, start + 3.25e6, start + 3.75e6),
+            TracedKernel("a", loss.name, start, start + 1e6),
+            TracedKernel(re.sub(r"\W", "_", optimizer.name), None, start + 0.75e6, start + 1.25e6),
+            TracedKernel("Memcpy D2D", None, start + 3.25e6, start + 3.75e6),
         ]
     result = break_down(kernels, step_module, num_steps=2)
     shown = {part: ms for part, ms in result.parts.items() if ms}

@@ -70,7 +70,7 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Runs:
+class RunCount:
     """How often a computation runs in one run of the module."""
 
     count: int
@@ -90,7 +90,7 @@ class Module:
     def num_instructions(self) -> int:
         return sum(len(computation.instructions) for computation in self.computations.values())
 
-    def runs(self, weigh: Callable[[Computation], int], unknown_trips: int = 1) -> dict[str, Runs]:
+    def runs(self, weigh: Callable[[Computation], int], unknown_trips: int = 1) -> dict[str, RunCount]:
         """How often each computation runs, by name.
 
         Args:
@@ -117,11 +117,11 @@ class Module:
             of_called = sum(known(trips) * weight(each) for trips, each in called(name))
             return weigh(self.computations[name]) + of_called
 
-        counts: dict[str, Runs] = {}
+        counts: dict[str, RunCount] = {}
 
         def visit(name: str, times: int, is_exact: bool) -> None:
-            before = counts.get(name, Runs(0, True))
-            counts[name] = Runs(before.count + times, before.is_exact and is_exact)
+            before = counts.get(name, RunCount(0, True))
+            counts[name] = RunCount(before.count + times, before.is_exact and is_exact)
             for trips, each in called(name):
                 visit(each, times * known(trips), is_exact and trips is not None)
 

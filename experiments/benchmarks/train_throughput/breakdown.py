@@ -57,7 +57,7 @@ _KERNEL_NAMES: tuple[tuple[str, Part], ...] = (
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TracedKernel:
     """One thing that the device ran."""
 
     name: str
@@ -92,7 +92,7 @@ class Breakdown:
         }
 
 
-def read_kernels(trace: Path, gpu: int = 0) -> list[Kernel]:
+def read_kernels(trace: Path, gpu: int = 0) -> list[TracedKernel]:
     """Kernels that a GPU ran, by start; empty where the trace has no such GPU.
 
     Args:
@@ -106,7 +106,7 @@ def read_kernels(trace: Path, gpu: int = 0) -> list[Kernel]:
         return sorted(_gpu_kernels(ProfileData.from_file(str(file)), gpu), key=lambda kernel: kernel.start_ns)
 
 
-def _gpu_kernels(profile: ProfileData, gpu: int) -> Iterator[Kernel]:
+def _gpu_kernels(profile: ProfileData, gpu: int) -> Iterator[TracedKernel]:
     plane = profile.find_plane_with_name(f"/device:GPU:{gpu}")
     for line in plane.lines if plane is not None else ():
         # The other lines repeat the streams' kernels, grouped.
@@ -115,7 +115,7 @@ def _gpu_kernels(profile: ProfileData, gpu: int) -> Iterator[Kernel]:
         for event in line.events:
             stats = dict(event.stats)
             instruction = stats.get("hlo_op")
-            yield Kernel(
+            yield TracedKernel(
                 event.name,
                 None if instruction is None else str(instruction),
                 event.start_ns,
@@ -123,7 +123,7 @@ def _gpu_kernels(profile: ProfileData, gpu: int) -> Iterator[Kernel]:
             )
 
 
-def break_down(kernels: Sequence[Kernel], module: Module, num_steps: int, *, num_kernels: int = 40) -> Breakdown:
+def break_down(kernels: Sequence[TracedKernel], module: Module, num_steps: int, *, num_kernels: int = 40) -> Breakdown:
     """Sums kernels by part.
 
     Args:
@@ -155,7 +155,7 @@ def break_down(kernels: Sequence[Kernel], module: Module, num_steps: int, *, num
     )
 
 
-def _gaps_ns(kernels: Sequence[Kernel]) -> float:
+def _gaps_ns(kernels: Sequence[TracedKernel]) -> float:
     """Nanoseconds between the first kernel's start and the last one's end in which none ran."""
     gaps, busy_until = 0.0, kernels[0].start_ns if kernels else 0.0
     for kernel in kernels:

@@ -467,6 +467,16 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
     assert warnings[1].endswith("can be written to"), "no save will try again"
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, monkeypatch):
+    loop = make_loop()
+    monkeypatch.setattr(loop.checkpoints, "_remove_oldest", full)
+    loop.run_window()
+    loop.saver.save_at_last(loop.snapshot)
+    assert saved(loop) == ["1"]
+    [warning] = warnings_of(loop)
+    assert warning.endswith("checkpoints/1 is saved, but an older one can't be removed: [Errno 28] " + NO_SPACE)
+
+
 def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_console):
     loop = make_loop()
     loop.stop.requested = True
