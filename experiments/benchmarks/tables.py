@@ -85,6 +85,24 @@ def attention_speeds(rows: list[Row], windows: Iterable[Row] = (), *, beside_cud
     return markdown(latest_rows(rows, "mosaic_gpu").values(), headings, lines)
 
 
+def regimes(rows: list[Row]) -> str:
+    """Sustained speeds and bursts, beside cuDNN through JAX and called directly."""
+    backends = {"mosaic_gpu": "ours", "cudnn": "through JAX", "torch_cudnn": "directly"}
+    directions = ("forward", "backward")
+    timed = {(row["case"], row["rest_ms"], row["direction"], row["backend"]): row for row in rows}
+    lines = []
+    for case, rest_ms in dict.fromkeys((row["case"], row["rest_ms"]) for row in rows):
+        found = [timed[case, rest_ms, direction, backend] for direction in directions for backend in backends]
+        speeds = [f"{row['tflops_per_s']:.0f}" for row in found]
+        lines.append([short_title(found[0]), "bursts" if rest_ms else "sustained", *speeds])
+    names = [
+        f"{direction}: {name}" if i == 0 else name
+        for direction in directions
+        for i, name in enumerate(backends.values())
+    ]
+    return markdown(rows, ["shape", "regime", *names], lines)
+
+
 def triton_speeds(rows: list[Row]) -> str:
     """The Triton kernels at 32,768 tokens, with the backward that is their default, beside others."""
     ours = [row for row in rows if row["backend"] == "triton_split" and row["length"] == 32_768]
@@ -187,18 +205,6 @@ def _mesh_title(row: Row) -> str:
     return " ".join([*axes, *exchanges])
 
 
-def cuda_graphs(rows: list[Row]) -> str:
-    """Tokens per second of steps whose GPUs wait for each other, with and without CUDA graphs."""
-    within = [row for row in rows if "within CUDA graphs" in row.get("remarks", ())]
-    lines = []
-    for row in within:
-        beside = [other for other in rows if (_session(other), other["mesh"]) == (_session(row), row["mesh"])]
-        (without,) = [other for other in beside if other not in within]
-        rates = [f"{timed['tokens_per_s']:,.0f}" for timed in (without, row)]
-        lines.append([row["workload"], _mesh_title(row), *rates])
-    return markdown(within, ["workload", "mesh", "without graphs", "with graphs"], lines)
-
-
 def exchanges(rows: list[Row], num_devices: int) -> str:
     """Attention over `context`: each exchange with the sharding that is best for it."""
     rows = [row for row in rows if row["num_devices"] == num_devices and "efficiency" in row]
@@ -252,22 +258,6 @@ def compiled_memory(rows: list[Row]) -> str:
         for row in rows
     ]
     return markdown(rows, ["model", "devices", "state GB", "temporaries GB", "needed GB"], lines)
-
-
-def bytes_on_the_wire(rows: list[Row]) -> str:
-    """GB that a device receives in a layer's attention, and the least for queries that stay on their device."""
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    lines = []
-    for num_ranks in dict.fromkeys(row["num_ranks"] for row in rows):
-        of_ranks = {row["workload"]: row for row in rows if row["num_ranks"] == num_ranks}
-        cells = [f"{of_ranks[workloads[0]]['length']:,}", str(num_ranks)]
-        for workload in workloads:
-            row = of_ranks[workload]
-            received, least = row["forward_bytes"] + row["backward_bytes"], sum(row["least_greatest_bytes"])
-            exchange = row["exchange"]
-            cells.append(f"{exchange} {received / 1e9:.2f} ({least / 1e9:.2f})")
-        lines.append(cells)
-    return markdown(rows, ["tokens", "ranks", *workloads], lines)
 
 
 def balance(rows: list[Row]) -> str:
@@ -330,6 +320,7 @@ def make_tables(results: Path) -> dict[str, str]:
     return {
         "make train": make_train(read("make_train_cpu"), record),
         "hopper": attention_speeds(read("attention_hopper_h200")),
+        "regimes": regimes(read("attention_cudnn_h200")),
         "h100": attention_speeds(read("attention_fa3_h100"), read("attention_windows_h100")),
         "h200": attention_speeds(read("attention_fa3_h200"), read("attention_windows_h200"), beside_cudnn=False),
         "errors": errors(*map(read, error_files)),
@@ -340,11 +331,9 @@ def make_tables(results: Path) -> dict[str, str]:
         "mixtures": mixtures(read("mixture_h200")),
         "two": meshes(on_meshes, 2),
         "four": meshes(on_meshes, 4),
-        "graphs": cuda_graphs(on_meshes),
         "exchanges": exchanges(read("context_attention_h200"), 4),
         "memory": compiled_memory(read("compile_memory_v5p")),
         "loading": loading(read("load_pretrained_h100"), read("load_pretrained_h200")),
-        "bytes": bytes_on_the_wire(read("context_bytes")),
         "balance": balance(read("sequence_sharding_cpu")),
         "decoding": decoding(read("decode_h200"), *decoded),
     }

@@ -142,11 +142,17 @@ def test_errors_are_the_greatest_of_all_shapes():
     assert lines_of(tables.errors(rows)) == [["FlashAttention-3", "H200", "2", "1.02", "1.30", "1.60"]]
 
 
-def test_graphs_are_compared_with_the_same_step_without_them():
+def test_bursts_and_sustained_speeds_stand_in_lines_of_their_own():
+    row = {"case": "c", "batch": 1, "num_heads": 2, "num_kv_heads": 2, "length": 64, "head_dim": 8, "value_dim": None}
+    row |= {"kv_length": None, "mask": "CausalMask(offset=0)", "document_length": None, "document_spread": None}
+    row |= {"has_sinks": False, "device": "NVIDIA H200", "date": "2026-11-29", "dtype": "bfloat16"}
     rows = [
-        trained(100.0),
-        trained(570.4, tensor=4),
-        trained(561.0, tensor=4, remarks=["within CUDA graphs"]),
-        trained(999.0, tensor=4, commit="b"),
+        row | {"rest_ms": rest_ms, "direction": direction, "backend": backend, "tflops_per_s": 100 * i + 10 * j + k}
+        for i, rest_ms in enumerate((0.0, 350.0), 1)
+        for k, backend in enumerate(("torch_cudnn", "cudnn", "mosaic_gpu"))
+        for j, direction in enumerate(("backward", "forward_backward", "forward"))
     ]
-    assert lines_of(tables.cuda_graphs(rows)) == [["small", "tensor=4", "570", "561"]]
+    assert lines_of(tables.regimes(rows)) == [
+        ["1×2×64×8", "sustained", "122", "121", "120", "102", "101", "100"],
+        ["1×2×64×8", "bursts", "222", "221", "220", "202", "201", "200"],
+    ]

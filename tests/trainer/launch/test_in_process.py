@@ -45,7 +45,7 @@ def trained(monkeypatch):
 
 def test_importing_the_trainer_imports_nothing_that_takes_long():
     code = "import sys, trainer; print(callable(trainer.run), {'jax', 'flax', 'numpy', 'tyro'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert done.stdout == "True set()\n", done.stderr
 
 
