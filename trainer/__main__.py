@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             require_ours("trainer", importer=__name__)
             from trainer.cli.train_command import parse_command_line
-            from trainer.config.changes import field_values
+            from trainer.config.resume_changes import field_values
             from trainer.launch.launcher import find_launch
             from trainer.launch.membership import ALONE, Membership
             from trainer.workdir import claim_together

@@ -14,8 +14,8 @@ from layers import GPT, GPTConfig
 from trainer.checkpoints.folder import cannot_restore, list_checkpoints
 from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
 from trainer.config import TrainConfig
-from trainer.config.changes import ConfigHistory
 from trainer.config.file import load_saved_config
+from trainer.config.resume_changes import ConfigHistory
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.data.delimiters import NONE
 from trainer.errors import UserMistake

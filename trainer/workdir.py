@@ -15,8 +15,8 @@ from typing import Literal, Self
 
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
-from trainer.config.changes import refuse_other_run
 from trainer.config.file import config_to_json, load_saved_config, require_readable
+from trainer.config.resume_changes import refuse_other_run
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.paths import refuse_unusual, refuse_url

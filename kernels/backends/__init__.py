@@ -63,14 +63,14 @@ class Backend:
     Attributes:
       name: what `implementation=` calls it.
       module: path within `kernels`. It has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's
-        own; it describes no kernel but one whose tiles the tuning gives. For attention it has either
+        own; it describes a kernel only if the tuning gives its tiles. For attention it has either
         `resolve(tuning, call)`, which leaves nothing of a tuning open, `fwd(inputs, call, tuning)` and
         `bwd(inputs, call, tuning, cotangent)`, or a function that JAX differentiates. For decoding it has
         `attend(inputs, call, tuning)`.
       platforms: where it runs.
       tuning: name of the class of its tuning objects; None if it has none.
       automatic: whether `implementation=None` may choose it.
-      may_be_slower: whether `slower_reason(call)` says for which calls a backend further down is faster.
+      may_be_slower: whether the module has `slower_reason(call)`: why a backend further down is faster, or None.
       differentiable: name of its function of `(inputs, call)` that JAX differentiates; None if it has `fwd` and `bwd`.
       takes_masks_of_heads: whether one call of `fwd` and `bwd` serves heads with different masks.
       longest_tile: upper bound on `block_kv`, if `fwd` and `bwd` read at most one tile past `AttentionInputs.num_keys`;

@@ -5,8 +5,8 @@
 """
 
 from kernels.context.attention import attend_over_mesh
+from kernels.context.choose_exchange import ChosenExchange, choose_exchange, kernel_call
 from kernels.context.costs import Exchange, ExchangeCost, exchange_cost
-from kernels.context.exchange import ChosenExchange, choose_exchange, kernel_call
 from kernels.context.layout import MeshLayout
 from kernels.context.plan import ContextPlan, plan_context
 from kernels.context.sequence_sharding import (

@@ -22,8 +22,8 @@ from jaxtyping import Array, Float, Int
 from kernels.attention.core import BackendKernel, Kernel, attend, attend_by, attend_by_distinct_mask
 from kernels.attention.dispatch import choose_backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients, checked_positions, make_call
+from kernels.context.choose_exchange import choose_exchange, exchange_module, kernel_call
 from kernels.context.costs import Exchange
-from kernels.context.exchange import choose_exchange, exchange_module, kernel_call
 from kernels.context.exchanges import all_to_all
 from kernels.context.layout import MeshLayout
 from kernels.context.rank import Rank

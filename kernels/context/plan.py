@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.call import AttentionCall
+from kernels.context.choose_exchange import ChosenExchange, choose_exchange
 from kernels.context.costs import Exchange
-from kernels.context.exchange import ChosenExchange, choose_exchange
 from kernels.context.exchanges.ring import documents_bound_hops
 from kernels.context.sequence_sharding import SequenceSharding, check_sequence_sharding, choose_sequence_sharding
 from kernels.context.split import UNKNOWN_DEVICES, Split

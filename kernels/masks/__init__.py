@@ -2,10 +2,10 @@
 
 from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask, require_mask
 from kernels.masks.dense import NumpyMask
-from kernels.masks.functions import MaskFn
 from kernels.masks.intervals import TileKind
 from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
 from kernels.masks.text import parse_mask
+from kernels.masks.user_function import MaskFn
 
 __all__ = [
     "AndMask",

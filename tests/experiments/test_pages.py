@@ -19,7 +19,7 @@ from layers.pretrained.table import parameter_shapes
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.config import MeshConfig
-from trainer.config.changes import ConfigHistory
+from trainer.config.resume_changes import ConfigHistory
 from trainer.data import load_tokenizer
 from trainer.errors import UserMistake
 from trainer.export.__main__ import main as export

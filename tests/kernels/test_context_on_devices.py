@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_product_attention
 from kernels.collectives import chunks, peer_memory
 from kernels.context import MeshLayout, attend_over_mesh
-from kernels.context.exchange import EXCHANGES
+from kernels.context.choose_exchange import EXCHANGES
 from tests.kernels.context_on_devices import AXES, DOCUMENTS, MASKS, SEQUENCE_SHARDINGS, Case, Sizes, compare
 
 pytestmark = pytest.mark.usefixtures("eight_devices")

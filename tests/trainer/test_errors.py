@@ -10,7 +10,7 @@ import pytest
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.command.compile_command import parse_command_line as parse_compile_command
 from trainer.config import DataConfig
-from trainer.config.changes import ConfigChange
+from trainer.config.resume_changes import ConfigChange
 from trainer.errors import TrainingFailed, UserMistake, name_some, shorten
 from trainer.export.export_command import parse_command_line as parse_export_command
 from trainer.sample.sample_command import parse_command_line as parse_sample_command

@@ -35,7 +35,7 @@ Change = Literal[
 - evaluation: how a validation loss is measured, and how later steps train; see `evaluation_settings`
 - sequences: how documents are packed; the run then begins a new epoch
 - corpus: where the documents are, and which are evaluated; digests tell whether they are still the same
-- model, optimizer, tokenizer, seed, beginning: refused, for the reasons in `trainer/config/changes.py`
+- model, optimizer, tokenizer, seed, beginning: refused, for the reasons in `trainer/config/resume_changes.py`
 """
 
 

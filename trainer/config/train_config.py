@@ -4,7 +4,7 @@ A field declares its default, its bounds, and the consequence of a change when a
 docstring is its help text on the command line. Each class validates itself on construction, so a config that exists is
 one that can be run. `trainer.step.sharding` checks whether the mesh fits the devices, and `trainer.data` the corpus.
 
-A new field also needs the consent of `test_the_number_of_fields` in tests/trainer/config/test_changes.py.
+A new field also needs the consent of `test_the_number_of_fields` in tests/trainer/config/test_resume_changes.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DataConfig:
     validation_fraction: float = option(
         0.05, "corpus", Bound(lambda x: not 0.0 < x < 1.0, "must lie strictly between 0 and 1")
     )
-    """Fraction of documents held out when `validation_files` is empty; one at least, of a single one its end."""
+    """Fraction of documents held out when `validation_files` is empty; at least one; of a single document, its end."""
     text_field: str = option("text", "corpus")
     """Name of the text field (jsonl) or column (parquet)."""
     tokenizer: str | None = option(None, "corpus")

@@ -12,7 +12,7 @@ import jax
 
 from trainer.compile.out_of_memory import running
 from trainer.config import TrainConfig
-from trainer.config.changes import evaluation_settings
+from trainer.config.resume_changes import evaluation_settings
 from trainer.data import Tokenizer, ValidationSet
 from trainer.errors import UserMistake
 from trainer.launch.signals import StopRequest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trainer.checkpoints.training_state import Checkpoints, Restored
-from trainer.config.changes import ConfigChange, ConfigHistory, refuse_other_run
+from trainer.config.resume_changes import ConfigChange, ConfigHistory, refuse_other_run
 from trainer.loop.setup import Setup
 from trainer.saved_run import held_history
 from trainer.step.optimizer import make_schedule

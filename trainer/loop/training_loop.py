@@ -14,7 +14,7 @@ from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
 from trainer.compile.persistent_cache import cache_folder
 from trainer.compile.programs import CompiledSteps, compile_steps
-from trainer.config.changes import ConfigHistory, changes_to_json
+from trainer.config.resume_changes import ConfigHistory, changes_to_json
 from trainer.errors import TrainingFailed
 from trainer.launch.process_exit import COMPLETED, PREEMPTED
 from trainer.launch.watchdog import Watchdog

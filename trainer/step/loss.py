@@ -6,8 +6,8 @@ once, and the backward pass only scales them. That takes three matmuls with the 
 four.
 
 Where `kernels.loss.exp_logits` serves, no logits are stored under differentiation. A token's exponentials are relative
-to its target's: their sum is the exponential of its loss. Times a number for each token, which is known once its sum
-is, they are the probabilities; so the token's rows of the matmuls that follow are multiplied in their place. If float32
+to its target's: their sum is the exponential of its loss. One factor a token, known once the sum
+is, makes probabilities of them; the token's rows of the later matmuls are multiplied by the factor instead. If float32
 can't hold a sum, everything is computed once more, from logits.
 
 On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,

@@ -32,7 +32,7 @@ from experiments.benchmarks.context_bytes.measure import BytesCase, topology_of
 from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, PackedSequence, random_sequence
 from kernels import parse_mask
 from kernels.context import SequenceSharding, shard_sequence
-from kernels.context.exchange import EXCHANGES
+from kernels.context.choose_exchange import EXCHANGES
 from trainer.errors import UserMistake
 from trainer.hardware import installed_versions
 from trainer.terminal.streams import reader_may_leave

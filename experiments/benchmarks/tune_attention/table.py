@@ -41,7 +41,7 @@ class TableArguments:
 
     results: Path = REPOSITORY / "experiments/benchmarks/results/tuning_hopper.jsonl"
     """JSON lines of `python -m experiments.benchmarks.tune_attention`. Of a search made twice, the later one counts."""
-    table: Path = Path(kernels.backends.mosaic_gpu.__file__).parent / "tuned.py"
+    table: Path = Path(kernels.backends.mosaic_gpu.__file__).parent / "tuned_tables.py"
 
 
 def render(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""How the Hopper kernels run: tuning objects, and the best ones known for a call."""
+"""How the Hopper attention kernels run: tuning objects, and the best ones known for a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from kernels.backends.mosaic_gpu import tuned
+from kernels.backends.mosaic_gpu import tuned_tables
 from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
 from kernels.backends.mosaic_gpu.padding import padded_head_dim
 from kernels.call import AttentionCall
@@ -71,9 +71,9 @@ class MosaicBackwardTuning(Warpgroups):
         computes 64 keys, in the pass for dQ alone 64 queries.
       block_q: queries in a tile of the pass for dK and dV: 64 or 128.
       num_stages: such tiles in shared memory.
-      one_gradient_per_warpgroup: whether two warpgroups share 64 keys: one computes dV, the other dK. Head dims need it
-        where one warpgroup's registers don't hold both: above 128, but for one of up to 192 beside one of up to 128,
-        which take two warpgroups and block_q=64, too. Not for a fused backward.
+      one_gradient_per_warpgroup: whether two warpgroups share 64 keys: one computes dV, the other dK. Head dims above
+        128 need it, since one warpgroup's registers don't hold both. Up to 192 beside up to 128 also runs without it,
+        with two warpgroups and block_q=64. Not for a fused backward.
       block_kv_dq: keys in a tile of the pass for dQ alone: 64 or 128.
       num_stages_dq: such tiles in shared memory (with one_gradient_per_warpgroup, one value tile fewer).
       num_l2_heads: number of key/value heads processed together, counted over the batch. Fewer heads keep their queries
@@ -246,15 +246,15 @@ def call_family(mask: Mask, *, packed: bool) -> CallFamily:
     return "window" if left >= _NARROW_WINDOW else "narrow_window"
 
 
-FORWARD = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned.FORWARD.items()}
-FEW_BLOCKS = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned.FEW_BLOCKS.items()}
-FUSED = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned.FUSED.items()}
-SPLIT = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned.SPLIT.items()}
-FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned.FASTEST_BACKWARD.items()}
+FORWARD = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned_tables.FORWARD.items()}
+FEW_BLOCKS = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned_tables.FEW_BLOCKS.items()}
+FUSED = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned_tables.FUSED.items()}
+SPLIT = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned_tables.SPLIT.items()}
+FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned_tables.FASTEST_BACKWARD.items()}
 """The best tunings found: of the forward, of its calls of few blocks, of both backwards, and the faster backward."""
 FASTEST_BACKWARD_ON = {
     device: {TunedCall(*key): form for key, form in forms.items()}
-    for device, forms in tuned.FASTEST_BACKWARD_ON.items()
+    for device, forms in tuned_tables.FASTEST_BACKWARD_ON.items()
 }
 """By the kind of device, where its faster backward is the other one."""
 

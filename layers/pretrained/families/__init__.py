@@ -1,4 +1,4 @@
-"""The families that are known, in the order in which a config without one is tried on them.
+"""The known families, in the order in which a config that names none is tried.
 
 A new family is a table in one of the files beside this one, and a line here.
 """

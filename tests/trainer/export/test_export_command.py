@@ -24,8 +24,8 @@ from tests.trainer.checkpoint_files import set_config
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import parse_command_line
 from trainer.config import TrainConfig
-from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json
+from trainer.config.resume_changes import ConfigHistory
 from trainer.data import load_tokenizer
 from trainer.export import export_run
 from trainer.export.__main__ import main

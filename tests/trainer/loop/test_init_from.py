@@ -24,7 +24,7 @@ from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import TrainCommand, parse_command_line
 from trainer.compile.programs import compile_steps
 from trainer.config import TrainConfig
-from trainer.config.changes import ConfigHistory
+from trainer.config.resume_changes import ConfigHistory
 from trainer.data import load_corpus, make_train_iterator
 from trainer.errors import UserMistake
 from trainer.launch.peers import Peers

@@ -16,8 +16,8 @@ from trainer.checkpoints.folder import read_metadata
 from trainer.checkpoints.training_state import Restored
 from trainer.compile.programs import CompiledSteps
 from trainer.config import DataConfig, EvaluationConfig, OptimizerConfig, TrainConfig
-from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config
+from trainer.config.resume_changes import ConfigHistory
 from trainer.data import TrainIterator, load_corpus, make_train_iterator
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.loop.resume import go_on_from

@@ -26,8 +26,8 @@ from trainer.checkpoints.parameters import find_newest, restore_params
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import SamplesConfig
-from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config, load_saved_config
+from trainer.config.resume_changes import ConfigHistory
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.__main__ import main as export

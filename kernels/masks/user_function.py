@@ -22,7 +22,7 @@ class MaskFn(Mask):
     traced. Kernels can't look arrays up: `mosaic_gpu` passes such masks over, and `splash` takes their PARTIAL tiles
     as arrays, like a `NumpyMask`'s. What the function captures may change from call to call: a plan is used again only
     while the function's trace stays the same. It mustn't change between a call and its gradient, nor
-    under `jax.jit`, which like for any function keeps what was captured when it compiled.
+    between calls of a jitted function, which keeps what was captured when it compiled.
 
     Args:
       fn: `fn(q_pos, kv_pos) -> bool`, elementwise, written with operators or `jax.numpy`. It may ignore either.

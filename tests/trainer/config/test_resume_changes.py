@@ -11,15 +11,15 @@ from kernels import LocalMask, TritonDecodeTuning, TritonTiles
 from layers import GPTConfig, RopeScaling
 from trainer import config as configs
 from trainer.config import DataConfig, OptimizerConfig, TrainConfig
-from trainer.config.changes import (
+from trainer.config.file import flag_types
+from trainer.config.options import Change, change_of
+from trainer.config.resume_changes import (
     CHANGE_OF_FIELD,
     ConfigChange,
     ConfigHistory,
     changes_to_json,
     refuse_other_run,
 )
-from trainer.config.file import flag_types
-from trainer.config.options import Change, change_of
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh

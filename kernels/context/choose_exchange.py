@@ -58,8 +58,8 @@ def choose_exchange(
     Args:
       call: of one device, before keys are exchanged.
       split: of the sequences.
-      exchange: its name; None for the first in the order of preference whose kernel the fastest backend serves and
-        whose keys leave room in memory, or else the one that holds least.
+      exchange: its name. None: the first in the order of preference that the fastest backend serves and that fits in
+        memory; if none fits, the one that holds least.
       implementation: as for `kernels.dot_product_attention`.
 
     Raises:

@@ -135,7 +135,7 @@ def field_values(config: TrainConfig) -> dict[str, Any]:
 def evaluation_settings(config: TrainConfig) -> dict[str, Any]:
     """The fields that decide how a validation loss is measured on given sequences, with their JSON values.
 
-    Among the fields that may change when a run resumes; those of the model may not.
+    Only fields that may change when a run resumes. The fields of the model matter too, but may not change.
     """
     return {name: value for name, value in field_values(config).items() if CHANGE_OF_FIELD[name] == "evaluation"}
 
