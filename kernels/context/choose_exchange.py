@@ -88,7 +88,8 @@ def _fastest_first(call: AttentionCall) -> tuple[Exchange, ...]:
     """The exchanges in the order of preference, as experiments/benchmarks/results/context_attention_*.jsonl has it.
 
     A window within reach of the neighbours: they alone send keys. Documents: GPUs read from each other's memory just
-    the keys that they need. Else whole sequences of some heads take the fewest bytes.
+    the keys that they need. Otherwise an all-to-all, which gives all ranks the same work. It takes the fewest
+    bytes where keys have as many heads as queries; fewer heads were never timed.
     """
     reach = reach_of(call.mask)
     if reach is not None and max(reach) <= call.q_len:

@@ -293,3 +293,24 @@ def test_a_prefix_is_no_window():
     assert (
         choose_exchange(call_of(CAUSAL | PrefixMask(100)), Split.of("context", 8, "contiguous", 131_072)).name != "halo"
     )
+
+
+def test_a_few_global_layers_do_not_take_the_halo_from_many_windows():
+    packed = functools.partial(call_of, has_segment_ids=True)
+    plan = functools.partial(plan_context, axis="context", num_ranks=8)
+    few = plan({packed(WINDOW): 20.0, packed(): 4.0})
+    assert few.sequence_sharding == "contiguous"
+    assert [each.name for each in few.exchanges] == ["halo", "all_to_all"]
+    odd = {"num_heads": 12, "num_kv_heads": 3}
+    few = plan({packed(WINDOW, **odd): 20.0, packed(**odd): 4.0})
+    assert (few.sequence_sharding, few.exchanges[0].name) == ("contiguous", "halo")
+    many = plan({packed(WINDOW, **odd): 4.0, packed(**odd): 20.0})
+    assert (many.sequence_sharding, many.exchanges[1].name) == ("balanced", "all_gather")
+
+
+def test_a_named_halo_that_contiguous_tokens_refuse_is_tried_with_zigzag():
+    wide = CausalMask() & LocalMask(80_000, 0)
+    found = plan_context({call_of(wide, num_ranks=2): 1.0}, "context", 2, exchange="halo")
+    assert (found.sequence_sharding, found.exchanges[0].name) == ("zigzag", "halo")
+    with pytest.raises(ValueError, match="would be all of the sequence"):
+        plan_context({call_of(CausalMask() & LocalMask(130_000, 0), num_ranks=2): 1.0}, "context", 2, exchange="halo")

@@ -71,7 +71,7 @@ def _judge_folder(case: Case, source: Source, rng: np.random.Generator) -> Verdi
     config, output = config_from_huggingface(source.path), source.path.parent / "export"
     with contextlib.ExitStack() as stack:
         if rng.integers(_GROWING_ONE_IN) == 0:
-            stack.enter_context(mock.patch.multiple(shards, _SMALL_BYTES=600, _PIECE_BYTES=int(rng.integers(1, 2000))))
+            stack.enter_context(mock.patch.multiple(shards, _SMALL_BYTES=600, _CHUNK_BYTES=int(rng.integers(1, 2000))))
         params = _read(case, source.path, config, rng)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {case.held}
     write_huggingface(
