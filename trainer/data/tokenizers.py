@@ -186,6 +186,7 @@ class HuggingFaceTokenizer:
                 f'run `pip install -e ".[data]"` in the clone, or use {setting}=byte'
             ) from error
         with _refusing(f"{path}: not a Hugging Face tokenizer.json"):
+            _check_continuations(content)
             # `from_buffer` ends the process at a byte that isn't UTF-8: its message can't become Python's text.
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         self._tokenizer.no_truncation()
@@ -406,6 +407,22 @@ class PretokenizedIds:
         return (
             f"cannot {verb}: a .bin file does not say which tokenizer made it; set data.tokenizer to its tokenizer.json"
         )
+
+
+def _check_continuations(content: bytes) -> None:
+    """Raises ValueError for a BPE whose merges continue a word without the prefix of continuations.
+
+    The library cuts the prefix's length off these tokens, maybe within a character, and then ends the process.
+    """
+    try:
+        model = json.loads(content)["model"]
+        prefix, merges = model["continuing_subword_prefix"] or "", model["merges"]
+        seconds = [(merge.split(" ") if isinstance(merge, str) else merge)[-1] for merge in merges]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return  # the library says what it lacks
+    for merge, second in zip(merges, seconds, strict=True):
+        if not str(second).startswith(prefix):
+            raise ValueError(f"its merge {merge!r} continues a word without its continuing_subword_prefix {prefix!r}")
 
 
 def load_tokenizer(

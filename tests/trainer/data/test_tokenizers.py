@@ -224,6 +224,12 @@ _NO_TOKENIZER = "t.json: not a Hugging Face tokenizer.json"
             _tokenizer_json(_BPE).encode().replace(b"</s>", b"<\xa5>"),
             f"{_NO_TOKENIZER}: 'utf-8' codec can't decode byte",
         ),
+        (
+            _tokenizer_json(
+                _BPE | {"vocab": {"a": 0, "日": 1}, "merges": [["a", "日"]], "continuing_subword_prefix": "##"}
+            ),
+            f"{_NO_TOKENIZER}: its merge .* without its continuing_subword_prefix '##'",
+        ),
     ],
 )
 def test_odd_tokenizers_are_refused(tmp_path, monkeypatch, content, message):
