@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 # With documents, contiguous tokens give ranks uneven work in layers without a window. `balanced` takes the halo from
-# layers with one. Fitted times of both were equal where about three quarters of the layers had a window.
+# layers with one. The times that a cost model gave to both, fitted to experiments/benchmarks/results, crossed between
+# half and five sixths of the layers with a window.
 _MOST_LAYERS = 0.75
 
 
@@ -90,12 +91,13 @@ def plan_context(
             masks[call.mask] += weight * call.head_dim / first.head_dim
     sharding = choose_sequence_sharding(masks, length, num_ranks, has_documents=first.has_segment_ids)
     if sharding == "balanced" and sum(calls[call] for call in suited) > _MOST_LAYERS * sum(calls.values()):
-        exchanges = zip(calls, contiguous.exchanges, strict=True)
+        if exchange is not None:
+            return contiguous
         return ContextPlan(
             "contiguous",
             tuple(
-                each if exchange or call in suited else _with_even_work(each, call, split, implementation)
-                for call, each in exchanges
+                each if call in suited else _with_even_work(each)
+                for call, each in zip(calls, contiguous.exchanges, strict=True)
             ),
         )
     try:
@@ -104,14 +106,10 @@ def plan_context(
         return contiguous
 
 
-def _with_even_work(
-    chosen: ChosenExchange, call: AttentionCall, split: Split, implementation: str | Tuning | None
-) -> ChosenExchange:
-    """The all-to-all of contiguous tokens, where it was no worse than `chosen` but in the bytes that it moves."""
+def _with_even_work(chosen: ChosenExchange) -> ChosenExchange:
+    """The all-to-all in the place of the chosen exchange, if it serves the call and fits in memory."""
     costs = chosen.costs.get("all_to_all")
-    if costs is None or not costs.fits:
-        return chosen
-    return choose_exchange(call, split, "all_to_all", implementation)
+    return chosen if costs is None or not costs.fits else chosen._replace(name="all_to_all")
 
 
 def _suits_contiguous(name: Exchange, call: AttentionCall, split: Split) -> bool:

@@ -410,6 +410,24 @@ def test_the_best_tunings_known_serve(head_dim, value_dim, given):
                     assert mosaic_gpu.unsupported_reason(call, resolved) is None
 
 
+@pytest.mark.jax_0_11
+@pytest.mark.parametrize("given", [(), ("segment_ids",), ("positions",), ("segment_ids", "positions")], ids=repr)
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_all_tiles_of_the_tables_fit_into_shared_memory(cap, given):
+    """Only a caller's own tiles are checked when a kernel is called."""
+    numbers = jnp.zeros((2, 512), jnp.int32)
+    tokens = {f"{side}_{name}": numbers for side in ("query", "key_value") for name in given}
+    forwards = [*tunings.FORWARD.items(), *tunings.FEW_BLOCKS.items()]
+    rows = [(key, MosaicGpuTuning(forward_tiles=tiles)) for key, tiles in forwards]
+    for form, table in (("fused", tunings.FUSED), ("split", tunings.SPLIT)):
+        rows += [(key, MosaicGpuTuning(form, backward_tiles=tiles)) for key, tiles in table.items()]
+    for key, tuning in rows:
+        head_dim, value_dim = (192, 128) if key.head_dim == 160 else (key.head_dim, key.head_dim)
+        for mask in (FullMask(), CausalMask(), CausalMask() & LocalMask(key.length - 1, 0)):
+            _, call = call_of(mask, head_dim=head_dim, value_dim=value_dim, logits_soft_cap=cap, **tokens)
+            assert shared_memory_excess(call, tuning) is None, key
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("tuning", [None, MosaicGpuTuning(interpret=True), MosaicGpuTuning("split")], ids=repr)

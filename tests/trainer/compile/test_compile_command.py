@@ -212,16 +212,20 @@ def test_pages_can_be_compared(config, compile_step, compiled, tmp_path, capsys)
     assert "missing.py does not exist" in refused(capsys, "--compare", f"config={config},{tmp_path}/missing.py")
 
 
-def test_any_field_can_be_compared(compile_step, compiled, tmp_path, capsys):
+@pytest.mark.full
+def test_any_field_can_be_compared(compile_step, tmp_path, capsys):
     cache = ("--compilation.cache-dir", tmp_path / "cache")
     comparison = compile_step("--compare", "model.num-layers=1,3", *cache)["comparison"]
     assert comparison["field"] == "model.num_layers"
     expected = [["--model.num-layers", number] for number in "13"]
     assert [variant["arguments"] for variant in comparison["variants"]] == expected
-    assert all("--compilation.cache-dir" in each for each in compiled)
+    few, many = (variant["profile"]["num_parameters"] for variant in comparison["variants"])
+    assert few < many
+    assert not (tmp_path / "cache").exists()  # each is compiled afresh
     *_, header, first, second = capsys.readouterr().out.splitlines()
     assert header.split()[:4] == ["model.num_layers", "trace", "lower", "XLA"]
     assert (first.split()[0], second.split()[0]) == ("1", "3")
+    assert second.count("1.00×") == 5
 
 
 @pytest.mark.full
@@ -256,6 +260,20 @@ def test_a_slice_of_tpus_that_are_not_there(compile_step, tmp_path, capfd):
     assert told.err == ""  # nothing of libtpu's
     assert "4 × TPU v5 (tpu) of v5p:2x2x1" in told.out
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.full
+@needs_gpu_compiler
+def test_hosts_of_gpus_that_are_not_there(compile_step, capfd, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    profile = compile_step("--topology", "h200:2x2", "--mesh.fsdp", 2, "--mesh.context", 2)["profile"]
+    assert profile["devices"] == {"platform": "gpu", "kind": "NVIDIA H200", "count": 4, "used": 4}
+    assert (profile["verdict"]["fits"], profile["verdict"]["available"]) == (True, round(0.5 * 139.8 * 2**30))
+    collectives_of(profile)
+    assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 4, rel=0.1)
+    assert profile["memory"]["needed"] > profile["memory"]["arguments"]
+    assert "4 × NVIDIA H200 (gpu) of h200:2x2" in capfd.readouterr().out
 
 
 @pytest.mark.full

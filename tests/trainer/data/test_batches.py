@@ -83,6 +83,12 @@ def test_restoring_far_into_the_stream_replays_nothing(make_iterator, monkeypatc
     assert 1 <= len(built) <= 4 * (1 + 2 * 3)
 
 
+def test_state_is_small(make_iterator):
+    iterator = make_iterator()
+    _take(iterator, 30)
+    assert len(json.dumps(iterator.get_state())) < 500
+
+
 def test_the_order_of_another_seed_is_refused(make_iterator):
     state = make_iterator().get_state()
     with pytest.raises(DataError, match=r"saved data state has seed=7 but this run has 8.*go back to the seed"):
