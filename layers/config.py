@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import jax
 
@@ -243,6 +243,41 @@ class GPTConfig:
                     f"the model's mask {mask!r} may let a token see later ones, which aren't there yet while a text is "
                     "being written; sampling needs masks that only look back, such as CausalMask() & LocalMask(1023, 0)"
                 )
+
+    def with_rope(self, *, only_global: bool = False, **rope: Any) -> GPTConfig:
+        """The model with another rotary embedding. Layers without one stay so.
+
+        Args:
+          only_global: change the layers whose mask has no window alone.
+          **rope: `rope_base` and `rope_scaling`, or one of them.
+
+        Raises:
+          ValueError: no layer would change.
+
+        Example:
+          >>> model = GPTConfig(masks=(CausalMask() & LocalMask(511, 0), CausalMask()))
+          >>> model = model.with_rope(only_global=True, rope_base=1e6)
+          >>> [model.layer(index).rope_base for index in range(2)]
+          [10000.0, 1000000.0]
+        """
+        layers = [self.layer(index) for index in range(self.pattern_length)]
+        is_changed = [
+            layer.rope_base is not None and (layer.mask.lookback is None or not only_global) for layer in layers
+        ]
+        if not any(is_changed):
+            raise ValueError(
+                f"no layer's rotary embedding can be set to {rope}: the layers have none"
+                + (" or a window" if only_global else "")
+            )
+        if all(is_changed):
+            as_model = dict.fromkeys(rope, "model")
+            overrides = tuple(replace(override, **as_model) for override in self.layer_overrides)
+            return replace(self, layer_overrides=overrides, **rope)
+        held = self.layer_overrides or (LayerOverride(),)
+        overrides = tuple(
+            replace(held[index % len(held)], **(rope if changes else {})) for index, changes in enumerate(is_changed)
+        )
+        return replace(self, layer_overrides=overrides)
 
     @property
     def pattern_length(self) -> int:

@@ -140,12 +140,12 @@ class Checkpoints:
         """The newest checkpoint that isn't known to be damaged."""
         return self._path(self._steps[-1]) if self._steps else None
 
-    def restore_newest(self, abstract_state: Any) -> Restored | None:
+    def restore_newest(self, abstract_state_at: Callable[[int], Any]) -> Restored | None:
         """Reads the newest checkpoint that is whole, or returns None if there has never been one.
 
         Args:
-          abstract_state: the state's tree of `jax.ShapeDtypeStruct`s with shardings; the mesh may differ from the one
-            saved on.
+          abstract_state_at: the step of a checkpoint → the state's tree of `jax.ShapeDtypeStruct`s with shardings; the
+            mesh may differ from the one saved on.
 
         Raises:
           TrainingFailed: there are checkpoints, but all are damaged, or the newest whole one is of another form.
@@ -157,7 +157,7 @@ class Checkpoints:
             reason = self._find_damage(path)
             if reason is None:
                 metadata = read_metadata(path)
-                state = self._restore(path, abstract_state)
+                state = self._restore(path, abstract_state_at(step))
                 self._steps = [known for known in self._steps if known <= step]
                 return Restored(path, step, state, metadata.data, metadata.config_history, tuple(damaged))
             damaged.append(Damaged(path, reason))

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.config import TrainConfig
+from trainer.config import RunPhase, TrainConfig
 from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
@@ -22,9 +22,11 @@ from trainer.terminal.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run before its first step."""
+    """The parts of a phase of a run before its first step."""
 
-    config: TrainConfig
+    run: TrainConfig
+    """The settings of the whole run."""
+    phase: RunPhase
     corpus: Corpus
     plan: Plan
     functions: StepFunctions
@@ -40,6 +42,11 @@ class Setup:
     flops: FlopCounter
     peak_flops_per_s: float | None
     """Of one device; None: unknown."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings in this phase. `num_steps` are those of its schedule."""
+        return self.phase.config
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -66,6 +73,14 @@ class Setup:
             **self.plan.to_json(),
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
         }
+
+    def describe_phase(self) -> str:
+        """A line for the beginning of the phase."""
+        config, phase = self.config, self.phase
+        return (
+            f"phase {phase.index + 1} of {len(self.run.phases)}: steps {phase.first_step + 1} to {phase.last_step}, "
+            f"{config.batch_size} × {config.sequence_length:,} tokens"
+        )
 
     def facts(self) -> dict[str, str | list[str]]:
         """The description in the opening panel."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from trainer.errors import TrainingFailed
 from trainer.launch.process_exit import COMPLETED, PREEMPTED
 from trainer.launch.watchdog import Watchdog
 from trainer.loop.attempt import Attempt
+from trainer.loop.carry import enter_phase
 from trainer.loop.evaluator import Evaluator
 from trainer.loop.initial_params import InitialParams, load_initial_params
 from trainer.loop.progress import Progress
@@ -41,34 +42,33 @@ class TrainingLoop:
     """Steps, evaluations and saves of a run.
 
     Args:
-      setup: data, devices and step functions.
+      setups: data, devices and step functions of each phase.
       workdir: where everything is written.
       this: the attempt: its console, record, account of time and stop signals.
       traced: steps to trace for xprof.
     """
 
-    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt, traced: range = range(0)):
-        self.setup, self.config, self.workdir = setup, setup.config, workdir
+    def __init__(self, setups: Sequence[Setup], workdir: Workdir, this: Attempt, traced: range = range(0)):
+        self.setups, self.setup, self.config, self.workdir = setups, setups[0], setups[0].run, workdir
+        config = self.config
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.peers = this.peers
-        self.times, self.history = StepTimes(), CompileHistory(cache_folder(setup.config.compilation.cache_dir))
-        listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
+        self.times, self.history = StepTimes(), CompileHistory(cache_folder(config.compilation.cache_dir))
+        listening = (config, workdir, this.console, this.record, self.history, self.times)
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
-        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times.typical_step_s, this.stalled)
+        self.watchdog = Watchdog(config.watchdog, this.account, self.times.typical_step_s, this.stalled)
         self.checkpoints = Checkpoints(
             workdir.checkpoints,
-            setup.config.checkpoint.num_kept,
+            config.checkpoint.num_kept,
             this.console.note,
-            spared=lambda steps: spared_steps(steps, setup.config.checkpoint, self.evaluator.evaluations),
+            spared=lambda steps: spared_steps(steps, config.checkpoint, self.evaluator.evaluations),
             peers=self.peers,
             saving=self.watchdog.saving,
         )
-        self.saver = Saver(
-            self.checkpoints, workdir, setup.config, this.console, this.account, self.observers, this.stop
-        )
-        self.config_history = ConfigHistory(setup.config)
-        self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
+        self.saver = Saver(self.checkpoints, workdir, config, this.console, this.account, self.observers, this.stop)
+        self.config_history = ConfigHistory(config)
+        self.evaluator = Evaluator(self.setup, this.account, self.observers, this.stop)
         self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
         self.data_failure: TrainingFailed | None = None
         self.is_amid_skipped = False
@@ -82,12 +82,14 @@ class TrainingLoop:
     def restore(self) -> None:
         """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
         with self.account.measure("checkpoint"), running("restoring"):
-            resumed = restore(self.checkpoints, self.setup, self.workdir, self.console)
+            resumed = restore(self.checkpoints, self.setups, self.workdir, self.console)
             if resumed.state is None:
                 self.initial = load_initial_params(self.config, self.setup.functions, self.console, self.peers)
                 self.record.put(init_from=None if self.initial is None else self.initial.origin)
         self.state, self.config_history, self.resumed_from = resumed.state, resumed.config_history, resumed.origin
+        self._enter(resumed.phase)
         self.progress.go_on_from(resumed.step)
+        self.change_phase_if_due(recompile=False)
         self.trace.check(resumed.step)
         if resumed.step < self.config.num_steps:
             self.saver.rehearse([*self.setup.functions.mesh.devices.flat])
@@ -181,6 +183,30 @@ class TrainingLoop:
         for warning in self.history.take_warnings():
             self.console.warning(warning)
 
+    def change_phase_if_due(self, *, recompile: bool = True) -> None:
+        """Carries the state into the next phase, if this one is over.
+
+        Args:
+          recompile: whether its programs are needed now; otherwise `compile` compiles them.
+        """
+        step, index = self.progress.step, self.setup.phase.index
+        is_over = step >= self.setup.phase.last_step and not self.stop.requested
+        if not is_over or index + 1 == len(self.setups):
+            return
+        after = self.setups[index + 1]
+        with self.account.measure("checkpoint"), running("the change of phase"):
+            self.state, notes = enter_phase(self.state, self.setup, after)
+        self._enter(index + 1)
+        for line in (after.describe_phase(), *notes):
+            self.console.note(line)
+        if recompile:
+            with self.account.measure("compile"):
+                self.programs = self.ahead.take(index + 1)
+
+    def _enter(self, index: int) -> None:
+        self.setup = self.setups[index]
+        self.evaluator.enter_phase(self.setup)
+
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this very step."""
         return Snapshot(self.progress.step, self.state, self.setup.batches.get_state(), self.config_history.to_json())
@@ -212,6 +238,7 @@ class TrainingLoop:
         """Lets go of threads and files; a save in progress is finished."""
         self.trace.close()
         self.observers.observe(Stopped())
-        self.setup.batches.close()
+        for setup in self.setups:
+            setup.batches.close()
         self.saver.close()
         self.observers.close()

@@ -100,7 +100,7 @@ def test_what_is_not_the_runs_is_named_once_and_left_alone(folder, add, names, m
     before = {name: os.lstat(folder / name) for name in names}
     notes: list[str] = []
     checkpoints = Checkpoints(folder, 2, notes.append)
-    assert checkpoints.restore_newest(abstract()).step == 20
+    assert checkpoints.restore_newest(lambda _: abstract()).step == 20
     assert find_newest(folder).step == 20
     [note] = notes
     start = f"{folder} holds what isn't a checkpoint, which is left alone: "
@@ -133,7 +133,7 @@ def test_a_checkpoint_moved_to_another_disk_and_linked_is_read_and_never_removed
     (folder / str(moved)).symlink_to(tmp_path / "moved")
     notes: list[str] = []
     checkpoints = Checkpoints(folder, 1, notes.append)
-    restored = checkpoints.restore_newest(abstract())
+    restored = checkpoints.restore_newest(lambda _: abstract())
     assert (restored.step, value_of(restored.state["params"])) == (20, 20)
     for step in (30, 40):
         checkpoints.save(step, make_state(step), DATA)
@@ -145,7 +145,7 @@ def test_a_checkpoint_moved_to_another_disk_and_linked_is_read_and_never_removed
 
 def test_an_old_checkpoint_that_has_gone_fails_no_save(folder):
     checkpoints = Checkpoints(folder, 1)
-    checkpoints.restore_newest(abstract())
+    checkpoints.restore_newest(lambda _: abstract())
     shutil.rmtree(folder / "10")
     checkpoints.save(30, make_state(30), DATA)
     checkpoints.close()
@@ -262,7 +262,7 @@ both_ways = pytest.mark.parametrize("read_params", [restore_params, stream_whole
 @both_ways
 def test_what_is_being_read_is_kept_until_it_has_been(folder, read_params):
     checkpoints = Checkpoints(folder, 1)
-    checkpoints.restore_newest(abstract())
+    checkpoints.restore_newest(lambda _: abstract())
     found = find_newest(folder)
     for step in (30, 40):
         checkpoints.save(step, make_state(step), DATA)
@@ -289,7 +289,7 @@ def no_locks(monkeypatch):
 def test_without_locks_the_next_checkpoint_is_read_when_one_has_gone(folder, no_locks, read_params):
     found = find_newest(folder)
     checkpoints = Checkpoints(folder, 1)
-    checkpoints.restore_newest(abstract())
+    checkpoints.restore_newest(lambda _: abstract())
     checkpoints.save(30, make_state(30), DATA)
     checkpoints.close()
     assert [path.name for path in folder.iterdir()] == ["30"]

@@ -52,7 +52,7 @@ def saved(tmp_path, rng):
 
 def test_nothing_saved_is_nothing_restored(tmp_path, rng):
     checkpoints = Checkpoints(tmp_path, num_kept=3)
-    assert checkpoints.restore_newest(abstract(make_state(rng))) is None
+    assert checkpoints.restore_newest(lambda _: abstract(make_state(rng))) is None
     assert checkpoints.newest is None
     checkpoints.close()
 
@@ -60,7 +60,7 @@ def test_nothing_saved_is_nothing_restored(tmp_path, rng):
 def test_the_newest_comes_back_bit_for_bit(saved):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    restored = checkpoints.restore_newest(abstract(states[15]))
+    restored = checkpoints.restore_newest(lambda _: abstract(states[15]))
     assert (restored.step, restored.data_state, restored.damaged) == (15, {"batches": 15}, ())
     assert_same(restored.state, states[15])
     assert checkpoints.newest == folder / "15"
@@ -76,7 +76,7 @@ def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path, rng):
     for _ in range(5):
         state = update(state)
     checkpoints.wait()
-    assert_same(checkpoints.restore_newest(abstract(state)).state, expected)
+    assert_same(checkpoints.restore_newest(lambda _: abstract(state)).state, expected)
     checkpoints.close()
 
 
@@ -110,7 +110,7 @@ def test_what_a_kill_left_half_written_is_removed(saved):
     folder, states = saved
     shutil.copytree(folder / "15", folder / "20.tmp")
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     assert not (folder / "20.tmp").exists()
     checkpoints.close()
 
@@ -145,7 +145,7 @@ def test_damage_to_any_file_is_found_and_the_one_before_is_restored(saved, rng, 
         said = damage(file, kind, rng)
         before = contents(folder)
         checkpoints = Checkpoints(folder, num_kept=3)
-        restored = checkpoints.restore_newest(abstract(states[10]))
+        restored = checkpoints.restore_newest(lambda _: abstract(states[10]))
         checkpoints.close()
         assert restored.step == 10, file
         [damaged] = restored.damaged
@@ -173,14 +173,14 @@ def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(saved, rng):
     damage(largest_file(folder / "15"), "cut", rng)
     held = contents(folder / "15")
     checkpoints = Checkpoints(folder, num_kept=2)
-    assert checkpoints.restore_newest(abstract(states[10])).step == 10
+    assert checkpoints.restore_newest(lambda _: abstract(states[10])).step == 10
     again = make_state(rng)
     for step in (12, 15, 20):
         checkpoints.save(step, again, step)
     checkpoints.wait()
     assert sorted(path.name for path in folder.iterdir()) == ["15", "15.damaged", "20"]
     assert contents(folder / "15.damaged") == held
-    restored = checkpoints.restore_newest(abstract(again))
+    restored = checkpoints.restore_newest(lambda _: abstract(again))
     assert (restored.step, restored.damaged) == (20, ())
     assert_same(restored.state, again)
     checkpoints.close()
@@ -193,7 +193,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(saved
     before = contents(folder)
     checkpoints = Checkpoints(folder, num_kept=3)
     with pytest.raises(TrainingFailed, match="every checkpoint of this run is damaged") as caught:
-        checkpoints.restore_newest(abstract(states[5]))
+        checkpoints.restore_newest(lambda _: abstract(states[5]))
     assert all(str(folder / str(step)) in str(caught.value) for step in states)
     assert contents(folder) == before
     checkpoints.close()
@@ -206,7 +206,7 @@ def test_a_whole_checkpoint_of_another_form_is_not_passed_over(saved):
         "new": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=states[15]["step"].sharding)
     }
     with pytest.raises(TrainingFailed, match=r"15 is whole, but this version can't restore it"):
-        checkpoints.restore_newest(other)
+        checkpoints.restore_newest(lambda _: other)
     checkpoints.close()
 
 
@@ -218,7 +218,7 @@ def full(*_, **__):
 def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(saved, rng, monkeypatch, place):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     monkeypatch.setattr(f"trainer.checkpoints.training_state.{place}", full)
     with pytest.raises(TrainingFailed) as caught:  # noqa: PT012
         checkpoints.save(20, make_state(rng), None)
@@ -235,14 +235,14 @@ def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(sa
     checkpoints.save(20, again, None)
     checkpoints.wait()
     assert checkpoints.newest_step == 20
-    assert_same(checkpoints.restore_newest(abstract(again)).state, again)
+    assert_same(checkpoints.restore_newest(lambda _: abstract(again)).state, again)
     checkpoints.close()
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts(saved, rng, monkeypatch):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     with monkeypatch.context() as patch:
         patch.setattr("trainer.checkpoints.training_state.shutil.rmtree", full)
         checkpoints.save(20, make_state(rng), None)
@@ -271,7 +271,7 @@ def test_a_damaged_old_checkpoint_is_set_aside_instead_of_removed(saved, rng, ki
     damage(largest_file(folder / "5"), kind, rng)
     held = contents(folder / "5")
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     for step in (20, 25):
         checkpoints.save(step, make_state(rng), None)
     checkpoints.close()
@@ -319,5 +319,5 @@ def test_checkpoints_in_folders_of_odd_names_are_read_back(tmp_path, rng, name):
     checkpoints.rehearse(jax.devices())
     checkpoints.save(1, state, None)
     checkpoints.wait()
-    assert_same(checkpoints.restore_newest(abstract(state)).state, state)
+    assert_same(checkpoints.restore_newest(lambda _: abstract(state)).state, state)
     checkpoints.close()

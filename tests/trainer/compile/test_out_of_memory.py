@@ -256,7 +256,7 @@ def test_a_checkpoint_that_memory_is_too_small_for_is_not_called_unreadable(tmp_
     checkpoints.wait()
     monkeypatch.setattr(checkpoints._orbax, "restore", fail)
     with pytest.raises(OutOfMemory, match="Attempting to allocate 4"), running("restoring"):
-        checkpoints.restore_newest(state)
+        checkpoints.restore_newest(lambda _: state)
     checkpoints.close()
 
 
