@@ -67,8 +67,8 @@ def run(command: ExportCommand) -> None:
                     context_length=context_length,
                 )
 
-            with console.working(f"writing {command.output}"):
-                checkpoint = stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
+            console.note(f"writing {command.output} …")
+            checkpoint = stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
     except OutOfMemory as error:
         raise TrainingFailed(f"exporting: this machine is out of memory: {error.reason}; {describe_host()}") from error
     except OSError as error:

@@ -53,7 +53,8 @@ class Attempt:
         self.account, self.over, self.peers = account, over, membership.peers
         is_first = self.peers.is_first
         self.console = Console() if is_first else QuietConsole(f"process {self.peers.index}")
-        self.console.description(config.description)
+        if config.description:
+            self.console.note(config.description)
         for note in workdir.notes:
             self.console.warning(note)
         started_at = time.time() - account.total()

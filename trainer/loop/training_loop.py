@@ -30,7 +30,7 @@ from trainer.loop.step_trace import StepTrace
 from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
-from trainer.observers.observer import Ending, Observers, Start, Stopped
+from trainer.observers.observer import Ending, Observers, Start
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
 from trainer.step.train_step import TrainState
@@ -95,7 +95,8 @@ class TrainingLoop:
     def compile(self) -> None:
         """Compiles the functions, initialises the state where nothing was restored, and tells the observers."""
         functions, initial, is_new = self.setup.functions, self.initial, self.state is None
-        with self.account.measure("compile"), self.console.working("compiling"):
+        self.console.note("compiling …")
+        with self.account.measure("compile"):
             given, on_recompile = initial is not None, self.progress.recompiled
             self.programs = compile_steps(functions, with_init=is_new, with_params=given, on_recompile=on_recompile)
             if self.programs.init_state is not None:
@@ -195,7 +196,6 @@ class TrainingLoop:
             raise self.data_failure
         step, evaluator = self.progress.step, self.evaluator
         is_completed = step >= self.config.num_steps and step in evaluator.evaluations
-        self.observers.observe(Stopped())
         self.observers.observe(
             Ending(
                 status="completed" if is_completed else "preempted",
@@ -211,7 +211,6 @@ class TrainingLoop:
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished."""
         self.trace.close()
-        self.observers.observe(Stopped())
         self.setup.batches.close()
         self.saver.close()
         self.observers.close()

@@ -148,12 +148,7 @@ class Saved:
     path: Path
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """No step follows. This comes at every end, possibly more than once."""
-
-
-Event = Start | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Stopped | Ending
+Event = Start | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Ending
 """Everything that observers hear of: `Start` first, `Ending` last, where the attempt ends well."""
 
 

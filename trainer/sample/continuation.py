@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import rich.console
 
 from kernels.backends import Task
 from layers import GPT
@@ -25,11 +23,11 @@ from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.sample.backends import check_backends
 from trainer.sample.sample_command import SampleCommand
-from trainer.sample.streams import make_streams, show_whole
 from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
 from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
+from trainer.terminal.streams import visible
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 _DEFAULT_NUM_TOKENS = 256
@@ -47,7 +45,7 @@ def run(command: SampleCommand) -> None:
         attention backend that was named can't serve it.
       TrainingFailed: a checkpoint is damaged, the devices can't be started, or one or this machine is out of memory.
     """
-    console = Console(rich.console.Console(file=sys.stderr, highlight=False))
+    console = Console(sys.stderr)
     trained = open_run(
         command.workdir,
         step=command.step,
@@ -108,30 +106,31 @@ def _explained(
 def _show(
     tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[SampleRequest], tokenizer: Tokenizer
 ) -> tuple[int, int]:
-    """Writes the texts as they grow; returns how many tokens were added, and how many texts ended by themselves."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    streams = make_streams(len(prompts), _write, width)
-    texts = [""] * len(prompts)
+    """Writes one text as it grows, and each of several under its number once it is whole.
 
-    def show(index: int, text: str) -> None:
-        texts[index] += text
-        streams[index].add(text)
-
+    Returns:
+      How many tokens were added, and how many texts ended by themselves.
+    """
+    is_alone = len(prompts) == 1
+    texts = [
+        prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}" for prompt in prompts
+    ]
+    if is_alone:
+        _write(texts[0])
     growing = [GrowingText(tokenizer, request.tokens) for request in requests]
-    for index, prompt in enumerate(prompts):
-        show(index, prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}")
     num_added = num_ended = 0
     for new in tokens:
-        num_added += 1
-        if new.token == requests[new.request].stop_token:
-            num_ended += 1
-        else:
-            show(new.request, growing[new.request].add(new.token))
-        if new.is_last:
-            show(new.request, growing[new.request].end())
-            streams[new.request].end()
-    if width is not None and len(texts) > 1:
-        show_whole(texts, _write)
+        has_ended = new.token == requests[new.request].stop_token
+        piece = "" if has_ended else growing[new.request].add(new.token)
+        piece += growing[new.request].end() if new.is_last else ""
+        num_added, num_ended = num_added + 1, num_ended + has_ended
+        texts[new.request] += piece
+        if is_alone:
+            _write(piece)
+        elif new.is_last:
+            _write(f"[{new.request + 1}]\n{texts[new.request]}\n\n")
+    if is_alone:
+        _write("\n")
     return num_added, num_ended
 
 
@@ -199,4 +198,5 @@ def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, 
 
 
 def _write(text: str) -> None:
-    print(text, end="", flush=True)
+    """Prints text at once: as it is, but that a terminal must obey no control character."""
+    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)

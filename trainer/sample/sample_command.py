@@ -26,9 +26,7 @@ AS_TRAINED = "as-trained"
 class SampleCommand:
     """Continues prompts with a trained model, from the newest checkpoint of a run, and prints the texts as they grow.
 
-    On a terminal several texts grow side by side. Each line shows the number of its text, and ⏎ where the text's line
-    ends. When all have ended, they are shown whole. Elsewhere each text is written once it is whole. Prompts from files
-    come last.
+    Of several texts each is written once it is whole. Prompts from files come last.
     """
 
     workdir: Path

@@ -1,12 +1,15 @@
-"""Texts between tokens and the terminal: no half characters, no lost ones, and lines that tell whose they are."""
+"""Texts between tokens and the terminal: no half characters, and no lost ones."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from layers.generator import SampleRequest
 from trainer.data import load_tokenizer
 from trainer.errors import UserMistake
-from trainer.sample.streams import make_streams, show_whole
+from trainer.sample.continuation import _show
 from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
 
 
@@ -71,56 +74,13 @@ def test_stop_tokens_by_id_and_text(tokenizer):
         find_stop_token("zzz", tokenizer)
 
 
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "a␛[2J\n"), (False, "a\x1b[2J\n")])
+def test_only_a_terminal_is_spared_control_characters(monkeypatch, capsys, is_terminal, shown):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    _show(iter([]), ["a\x1b[2J"], [SampleRequest((97,), 1, 0, None)], load_tokenizer("byte"))
+    assert capsys.readouterr().out == shown
+
+
 def test_a_special_token_is_found_by_its_text(tokenizer_file):
     tokenizer = load_tokenizer(str(tokenizer_file))
     assert find_stop_token("<|endoftext|>", tokenizer) == tokenizer.delimiters.end
-
-
-def test_one_text_is_shown_as_it_comes():
-    shown = []
-    (stream,) = make_streams(1, shown.append, width=None)
-    for piece in ("ab", "c\nd", "\x1b"):
-        stream.add(piece)
-    stream.end()
-    assert shown == ["ab", "c\nd", "\x1b", "\n"]
-
-
-def test_several_texts_are_shown_by_rows_that_say_whose_they_are_and_where_lines_end():
-    shown = []
-    streams = make_streams(10, shown.append, width=80)
-    streams[0].add("one ")
-    streams[9].add("ten\n\nten")
-    assert shown == ["[10] ten⏎\n", "[10] ⏎\n"]
-    streams[0].add("one\nmore")
-    streams[0].end()
-    streams[9].end()
-    streams[9].end()
-    assert "".join(shown) == "[10] ten⏎\n[10] ⏎\n[1]  one one⏎\n[1]  more\n[10] ten\n"
-
-
-def test_several_texts_are_whole_at_last_and_whole_alone_without_a_terminal():
-    shown = []
-    show_whole(["one\nmore", "two\x1b"], shown.append)
-    assert "".join(shown) == "\n[1]\none\nmore\n\n[2]\ntwo␛\n\n"
-    shown.clear()
-    streams = make_streams(2, shown.append, width=None)
-    streams[0].add("one\n")
-    streams[1].add("two\x1b")
-    streams[1].end()
-    assert shown == ["[2]\ntwo\x1b\n\n"]
-    streams[0].add("more")
-    streams[0].end()
-    assert shown[1:] == ["[1]\none\nmore\n\n"]
-
-
-def test_a_terminal_gets_rows_that_fit_and_no_control_characters():
-    shown = []
-    streams = make_streams(2, shown.append, width=12)
-    streams[1].add("four five\tsix seven eight\x1b[2J")
-    assert "".join(shown) == "[2] four\n[2] five\tsix\n[2] seven\n[2] eight␛[2\n"
-    streams[1].add("nine\x9b")
-    streams[1].end()
-    assert shown[-1] == "[2] Jnine\ufffd\n"
-    (stream,) = make_streams(1, shown.append, width=12)
-    stream.add("a long line is left to the terminal\r\n")
-    assert shown[-1] == "a long line is left to the terminal␍\n"
