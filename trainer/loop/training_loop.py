@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -113,15 +112,9 @@ class TrainingLoop:
             self.console.note(warning)
         self.observers.observe(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Records what is compiled again inside, and ends the process if the run hangs there."""
-        own = (self.programs.train_step, self.programs.eval_step)
-        with (
-            self.history.watch(own, lambda: self.progress.step),
-            self.watchdog.watching(lambda: self.programs.is_compiling),
-        ):
-            yield
+    def watched(self) -> AbstractContextManager[None]:
+        """Ends the process if the run hangs inside."""
+        return self.watchdog.watching(lambda: self.programs.is_compiling)
 
     @property
     def goes_on(self) -> bool:
@@ -176,11 +169,6 @@ class TrainingLoop:
             self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
         else:
             self.saver.save(self.snapshot)
-
-    def warn_of_recompiles(self) -> None:
-        """Warns of functions that are compiled again and again."""
-        for warning in self.history.take_warnings():
-            self.console.warning(warning)
 
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this very step."""

@@ -325,7 +325,9 @@ def test_too_big_gets_the_verdict_and_a_change_that_fits(compile_step, capsys):
 @needs_libtpu
 def test_a_page_is_made_for_the_tpu_compiled_for():
     arguments = ["--config", "experiments/gpt_32k.py"]
-    there, here = (parse_command_line([*arguments, *topology]).options.train for topology in (["--topology", "v5p:2x2x1"], []))
+    there, here = (
+        parse_command_line([*arguments, *topology]).options.train for topology in (["--topology", "v5p:2x2x1"], [])
+    )
     assert (there.model.num_layers, there.model.vocab_size) == (12, 50_304)
     assert here.model.vocab_size == 320
 

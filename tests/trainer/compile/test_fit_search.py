@@ -140,9 +140,7 @@ def test_time_runs_out_and_what_was_found_is_kept(monkeypatch, needed, seconds, 
     assert (result and str(result.changes), search.is_complete) == (found, False)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("model.remat", "full"), ("gradient_accumulation", 2), ("mesh.fsdp", 4)]
-)
+@pytest.mark.parametrize(("field", "value"), [("model.remat", "full"), ("gradient_accumulation", 2), ("mesh.fsdp", 4)])
 def test_a_change_applied_is_the_field_set(field, value):
     changed = Changes(((field, value),)).apply(make_config())
     section, _, name = field.rpartition(".")
