@@ -68,9 +68,6 @@ class Tokenizer(Protocol):
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int | None:
         """Bytes of text that tokens stand for, without the first ones, which only precede them; None if unknown."""
 
-    def find_token(self, text: str) -> int | None:
-        """Id of the one token, special ones among them, that a text names; None if there is no such."""
-
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of several documents in UTF-8, of dtype `token_dtype(vocab_size)`."""
 
@@ -129,10 +126,6 @@ class ByteTokenizer:
 
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
         return len(self._bytes(token_ids[num_before:]))
-
-    def find_token(self, text: str) -> int | None:
-        ids = self.encode(text)
-        return ids[0] if len(ids) == 1 else None
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, np.uint8).astype("<u2") for document in documents]
@@ -244,12 +237,6 @@ class HuggingFaceTokenizer:
         if "ByteLevel" in self._decoders:
             return len(byte_level_bytes(self._spoken(token_ids[num_before:])))
         return self._num_decoded_bytes(token_ids) - self._num_decoded_bytes(token_ids[:num_before])
-
-    def find_token(self, text: str) -> int | None:
-        # By its name in the vocabulary; but a byte-level one spells a newline, say, as another character.
-        named = self._tokenizer.token_to_id(text)
-        ids = self.encode(text) if named is None else [named]
-        return ids[0] if len(ids) == 1 else None
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
@@ -396,9 +383,6 @@ class PretokenizedIds:
 
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> None:
         return None
-
-    def find_token(self, text: str) -> int | None:
-        raise DataError(self._no_text("encode"))
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         raise DataError(self._no_text("encode"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.sample.backends import check_backends
 from trainer.sample.sample_command import SampleCommand
-from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
+from trainer.sample.text import GrowingText, encode_prompt
 from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
@@ -47,11 +46,7 @@ def run(command: SampleCommand) -> None:
     """
     console = Console(sys.stderr)
     trained = open_run(
-        command.workdir,
-        step=command.step,
-        tokenizer=command.tokenizer,
-        rope_scaling=command.rope_scaling,
-        implementations=command.implementations,
+        command.workdir, step=command.step, tokenizer=command.tokenizer, implementations=command.implementations
     )
     for damaged in trained.checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
@@ -67,7 +62,7 @@ def run(command: SampleCommand) -> None:
         params = generator.lay_out(restored)
     console.note(
         f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "
-        f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.context_length:,} tokens, "
+        f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.config.sequence_length:,} tokens, "
         f"{device.device_kind}"
     )
     begun = time.perf_counter()
@@ -136,14 +131,15 @@ def _show(
 
 def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[SampleRequest]]:
     """The prompt and the request of each text."""
-    stop_token = find_stop_token(command.stop_token, trained.tokenizer)
+    context_length, tokenizer = trained.config.sequence_length, trained.tokenizer
     prompts, requests = [], []
-    for number, prompt in enumerate(_read_prompts(command, trained.context_length), 1):
-        tokens = encode_prompt(prompt, trained.tokenizer, trained.context_length)
-        num_new_tokens = _num_new_tokens(number, tokens, command, trained)
+    for number, prompt in enumerate(_read_prompts(command, context_length), 1):
+        tokens = encode_prompt(prompt, tokenizer, context_length)
+        begins_document = tokens[0] == tokenizer.delimiters.begin
+        num_new_tokens = _num_new_tokens(number, len(tokens), begins_document, command.num_tokens, context_length)
         for seed in command.seed:
             prompts.append(prompt)
-            requests.append(SampleRequest(tokens, num_new_tokens, seed, stop_token))
+            requests.append(SampleRequest(tokens, num_new_tokens, seed, tokenizer.delimiters.end))
     return prompts, requests
 
 
@@ -158,8 +154,6 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
                     f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
                     f"{context_length:,} tokens can hold; shorten it"
                 )
-            if (place := content.find(b"\0")) >= 0:
-                raise UserMistake(f"--prompt-file {path} is no text in UTF-8: it has a NUL at byte {place:,}")
             # Any line end becomes \n, and a byte order mark is left out.
             yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
         except OSError as error:
@@ -168,33 +162,22 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
             raise UserMistake(f"--prompt-file {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
 
 
-def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, trained: TrainedRun) -> int:
-    """How many to add to a prompt's tokens. What lies past the context was never trained, so that is refused."""
-    length = len(tokens)
-    begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.delimiters.begin else ""
-    context, scaling = trained.context_length, trained.model.rope_scaling
-    limit = f"the {context:,} tokens that the model was trained on"
-    if context > trained.config.sequence_length:
-        own = trained.config.model.rope_scaling.factor
-        over = f" over the run's own {own:g}" if own > 1 else ""
-        limit = f"{context:,} tokens, the trained length times rope_scaling.factor={scaling.factor:g}{over}"
-    if length > context:
-        factor = math.ceil(length * scaling.factor / context)
-        stretch = f", or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor {factor}"
-        raise UserMistake(
-            f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
-            + (stretch if trained.model.rope_base is not None else "")
-        )
+def _num_new_tokens(number: int, length: int, begins_document: bool, wanted: int | None, context_length: int) -> int:
+    """How many to add to a prompt's tokens. The model never met positions past the context, so these are refused."""
+    limit = f"the {context_length:,} tokens that the model was trained on"
+    if length > context_length:
+        raise UserMistake(f"prompt {number} has {length:,} tokens, more than {limit}; shorten it")
     # Nothing attends to the last token, so it needs no slot of the cache.
-    room = context - length + 1
-    if command.num_tokens is None:
+    room = context_length - length + 1
+    if wanted is None:
         return min(_DEFAULT_NUM_TOKENS, room)
-    if command.num_tokens > room:
+    if wanted > room:
+        begun = " and the one that begins a document" if begins_document else ""
         raise UserMistake(
-            f"prompt {number} has {length - bool(begun):,} tokens{begun}; --num-tokens {command.num_tokens} more would "
+            f"prompt {number} has {length - begins_document:,} tokens{begun}; --num-tokens {wanted} more would "
             f"overfill the cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
         )
-    return command.num_tokens
+    return wanted
 
 
 def _write(text: str) -> None:

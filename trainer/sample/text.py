@@ -1,4 +1,4 @@
-"""Between text and tokens: prompts, stop tokens, and text that grows by a token at a time."""
+"""Between text and tokens: prompts, and text that grows by a token at a time."""
 
 from __future__ import annotations
 
@@ -38,34 +38,6 @@ def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int) -> tuple
             raise UserMistake(f"the prompt {text!r} has no token to begin with, nor have documents; give some text")
         return tokens
     return (begin, *tokens)
-
-
-def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int | None:
-    """The token that ends a text; None: no token does.
-
-    Args:
-      stop: its id or text; None: the token that ends a document.
-      tokenizer: training's.
-
-    Raises:
-      UserMistake: the tokenizer has no such token.
-    """
-    if stop is None:
-        return tokenizer.delimiters.end
-    if isinstance(stop, int):
-        if not 0 <= stop < tokenizer.vocab_size:
-            raise UserMistake(
-                f"--stop-token {stop} is not an id of the {tokenizer.name} tokenizer; "
-                f"give one below {tokenizer.vocab_size:,}, or a token's text"
-            )
-        return stop
-    found = tokenizer.find_token(stop)
-    if found is None:
-        raise UserMistake(
-            f"--stop-token {stop!r} is {len(tokenizer.encode(stop))} tokens of the {tokenizer.name} tokenizer; "
-            "give the text or the id of a single one"
-        )
-    return found
 
 
 class GrowingText:

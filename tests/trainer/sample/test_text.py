@@ -10,7 +10,7 @@ from layers.generator import SampleRequest
 from trainer.data import load_tokenizer
 from trainer.errors import UserMistake
 from trainer.sample.continuation import _show
-from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
+from trainer.sample.text import GrowingText, encode_prompt
 
 
 @pytest.fixture(params=["byte", "Hugging Face"])
@@ -58,20 +58,8 @@ def test_a_prompt_begins_as_documents_do(tokenizer_file):
     assert encode_prompt("the c", tokenizer, 100) == (tokenizer.delimiters.begin, *ids)
     tokenizer = load_tokenizer(str(tokenizer_file), "none", "none")
     assert encode_prompt("the c", tokenizer, 100) == ids
-    assert find_stop_token(None, tokenizer) is None
     with pytest.raises(UserMistake, match=r"the prompt '' has no token to begin with, nor have documents; give some"):
         encode_prompt("", tokenizer, 100)
-
-
-def test_stop_tokens_by_id_and_text(tokenizer):
-    end = tokenizer.delimiters.end
-    assert find_stop_token(None, tokenizer) == end
-    assert find_stop_token(end, tokenizer) == end
-    assert tokenizer.decode([find_stop_token("\n", tokenizer)]) == "\n"
-    with pytest.raises(UserMistake, match=r"--stop-token 9999 is not an id of the .* tokenizer; give one below 2\d\d"):
-        find_stop_token(9999, tokenizer)
-    with pytest.raises(UserMistake, match=r"--stop-token 'zzz' is 3 tokens of the .* tokenizer; give .* a single one"):
-        find_stop_token("zzz", tokenizer)
 
 
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, "a␛[2J\n"), (False, "a\x1b[2J\n")])
@@ -79,8 +67,3 @@ def test_only_a_terminal_is_spared_control_characters(monkeypatch, capsys, is_te
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     _show(iter([]), ["a\x1b[2J"], [SampleRequest((97,), 1, 0, None)], load_tokenizer("byte"))
     assert capsys.readouterr().out == shown
-
-
-def test_a_special_token_is_found_by_its_text(tokenizer_file):
-    tokenizer = load_tokenizer(str(tokenizer_file))
-    assert find_stop_token("<|endoftext|>", tokenizer) == tokenizer.delimiters.end
