@@ -18,7 +18,6 @@ from trainer.data.partial_characters import (
     byte_level_bytes,
     bytes_at_end,
     keep_characters_apart,
-    num_unfinished_bytes,
 )
 from trainer.data.tokenizer_file import (
     CONFIG_NAME,
@@ -61,9 +60,6 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without the special tokens. U+FFFD stands for bytes that are no character, or not yet."""
-
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        """How many U+FFFD at the end of `decode(token_ids)` stand for a character whose other bytes may still come."""
 
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int | None:
         """Bytes of text that tokens stand for, without the first ones, which only precede them; None if unknown."""
@@ -120,9 +116,6 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._bytes(token_ids).decode(errors="replace")
-
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        return min(num_unfinished_bytes(self._bytes(token_ids)), 1)
 
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
         return len(self._bytes(token_ids[num_before:]))
@@ -225,13 +218,6 @@ class HuggingFaceTokenizer:
             if "ByteFallback" in self._decoders:
                 return self._tokenizer.decoder.decode(keep_characters_apart(self._spoken(token_ids)))
             return self._tokenizer.decode([int(i) for i in token_ids if i not in self.delimiters.ids])
-
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        if "ByteFallback" in self._decoders:  # which makes one U+FFFD of each byte
-            return num_unfinished_bytes(bytes_at_end(self._spoken(token_ids)))
-        if "ByteLevel" in self._decoders:
-            return min(num_unfinished_bytes(byte_level_bytes(self._spoken(token_ids))), 1)
-        return 0
 
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
         if "ByteLevel" in self._decoders:
@@ -376,9 +362,6 @@ class PretokenizedIds:
         raise DataError(self._no_text("encode"))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        raise DataError(self._no_text("decode"))
-
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
         raise DataError(self._no_text("decode"))
 
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> None:

@@ -22,7 +22,7 @@ from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.sample.backends import check_backends
 from trainer.sample.sample_command import SampleCommand
-from trainer.sample.text import GrowingText, encode_prompt
+from trainer.sample.text import added_text, encode_prompt
 from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
@@ -101,31 +101,26 @@ def _explained(
 def _show(
     tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[SampleRequest], tokenizer: Tokenizer
 ) -> tuple[int, int]:
-    """Writes one text as it grows, and each of several under its number once it is whole.
+    """Writes each text once it is whole, several under their numbers.
 
     Returns:
       How many tokens were added, and how many texts ended by themselves.
     """
-    is_alone = len(prompts) == 1
-    texts = [
-        prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}" for prompt in prompts
-    ]
-    if is_alone:
-        _write(texts[0])
-    growing = [GrowingText(tokenizer, request.tokens) for request in requests]
+    added: list[list[int]] = [[] for _ in requests]
     num_added = num_ended = 0
     for new in tokens:
-        has_ended = new.token == requests[new.request].stop_token
-        piece = "" if has_ended else growing[new.request].add(new.token)
-        piece += growing[new.request].end() if new.is_last else ""
-        num_added, num_ended = num_added + 1, num_ended + has_ended
-        texts[new.request] += piece
-        if is_alone:
-            _write(piece)
-        elif new.is_last:
-            _write(f"[{new.request + 1}]\n{texts[new.request]}\n\n")
-    if is_alone:
-        _write("\n")
+        request, prompt = requests[new.request], prompts[new.request]
+        num_added += 1
+        if new.token == request.stop_token:
+            num_ended += 1
+        else:
+            added[new.request].append(new.token)
+        if new.is_last:
+            shown = prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}"
+            text = shown + added_text(request.tokens, added[new.request], tokenizer)
+            text = f"{text}\n" if len(requests) == 1 else f"[{new.request + 1}]\n{text}\n\n"
+            # A terminal must obey no control character.
+            print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
     return num_added, num_ended
 
 
@@ -178,8 +173,3 @@ def _num_new_tokens(number: int, length: int, begins_document: bool, wanted: int
             f"overfill the cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
         )
     return wanted
-
-
-def _write(text: str) -> None:
-    """Prints text at once: as it is, but that a terminal must obey no control character."""
-    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -23,9 +23,9 @@ AS_TRAINED = "as-trained"
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCommand:
-    """Continues prompts with a trained model, from the newest checkpoint of a run, and prints the texts as they grow.
+    """Continues prompts with a trained model, from the newest checkpoint of a run.
 
-    Of several texts each is written once it is whole. Prompts from files come last.
+    Each text is printed once it is whole. Prompts from files come last.
     """
 
     workdir: Path
