@@ -188,7 +188,6 @@ def take_steps(loop: TrainingLoop) -> int:
             loop.run_window()
             loop.evaluate_if_due()
             loop.save_if_due()
-            loop.warn_of_recompiles()
             loop.change_phase_if_due()
         loop.saver.save_at_last(loop.snapshot)
     return loop.end()

@@ -78,7 +78,6 @@ def test_nothing_is_lost_but_the_middle(length):
         (parse_compile_command, ["--config", "smoke", "--search-seconds", LONG]),
         (parse_sample_command, ["--workdir", "x", "--prompt", "a", "--temperature", LONG]),
         (parse_sample_command, ["--workdir", "x", "--prompt", "a", "--implementation", LONG]),
-        (parse_export_command, ["--workdir", "x", "--output", "y", "--shard-size", LONG]),
         (parse_export_command, ["--workdir", "x", "--output", "y", "--dtype", LONG]),
     ],
 )

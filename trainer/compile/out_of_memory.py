@@ -190,8 +190,11 @@ def _describe_program(memory: Mapping[str, int]) -> str:
 def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
     fields = _FIELDS.get(program, ())
     possible = single_remedies(config, jax.device_count(), can_offload=device.platform != "cpu")
-    helpful = [values for values in possible if values[0].field in fields]
-    remedies = [f"{values[0]}{f' … {values[-1].value}' if len(values) > 1 else ''}" for values in helpful]
+    remedies = [
+        f"--{field.replace('_', '-')} {values[0]}{f' … {values[-1]}' if len(values) > 1 else ''}"
+        for field, values in possible.items()
+        if field in fields
+    ]
     if program == "sampling":
         remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]
     if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:

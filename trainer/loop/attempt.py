@@ -53,7 +53,8 @@ class Attempt:
         self.account, self.over, self.peers = account, over, membership.peers
         is_first = self.peers.is_first
         self.console = Console() if is_first else QuietConsole(f"process {self.peers.index}")
-        self.console.description(config.description)
+        if config.description:
+            self.console.note(config.description)
         for note in workdir.notes:
             self.console.warning(note)
         started_at = time.time() - account.total()
@@ -75,16 +76,19 @@ class Attempt:
         self._config, self._workdir, self._membership = config, workdir, membership
         self._writing_stacks = threading.Lock()
 
-    def opened(self, setup: Setup, began_as: str | None) -> None:
+    def opened(self, setups: Sequence[Setup], began_as: str | None) -> None:
         """Records and prints what is about to run.
 
         Args:
-          setup: of the run.
+          setups: of the phases of the run.
           began_as: transformers' family of the model that the run began with; None: of none.
         """
-        self.record.update(**setup.to_json())
+        setup = setups[0]
+        phases = {"phases": [each.phase_to_json() for each in setups]} if self._config.phases else {}
+        self.record.update(**setup.to_json(), **phases)
         export = describe_export(self._config.model, began_as)
-        facts = setup.facts() | {"export": export, "workdir": str(self._workdir.path)}
+        lines = {"phases": [each.describe_phase() for each in setups]} if phases else {}
+        facts = setup.facts() | lines | {"export": export, "workdir": str(self._workdir.path)}
         self.console.opening(self._config.name, facts)
 
     def fail(self, message: str) -> None:

@@ -63,8 +63,11 @@ def load_initial_params(
     if config.init_from is None:
         return None
     folder, begun = Path(config.init_from).expanduser().absolute(), time.perf_counter()
-    load = _load_checkpoint if is_workdir(folder) else _load_huggingface
-    params, origin = load(folder, config, functions, console)
+    console.note("loading parameters …")
+    if is_workdir(folder):
+        params, origin = _load_checkpoint(folder, config, functions, console)
+    else:
+        params, origin = _load_huggingface(folder, config, functions)
     require_same(peers, "init_from", origin)
     seconds = time.perf_counter() - begun
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -75,15 +78,12 @@ def load_initial_params(
     return InitialParams(params, {"path": str(folder)} | origin | {"seconds": seconds})
 
 
-def _load_huggingface(
-    folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
-) -> tuple[Any, dict[str, Any]]:
+def _load_huggingface(folder: Path, config: TrainConfig, functions: StepFunctions) -> tuple[Any, dict[str, Any]]:
     abstract = functions.abstract_state.params
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     try:
         origin = _describe_huggingface(folder)
-        with console.loading("loading parameters") as progress:
-            params = read_params(folder, config.model, shardings, dtype=config.model.param_dtype, progress=progress)
+        params = read_params(folder, config.model, shardings, dtype=config.model.param_dtype)
     except (ValueError, OSError) as refused:
         if reason_of(refused) is not None:  # as JAX tells that memory ran out
             raise
@@ -117,12 +117,11 @@ def _load_checkpoint(
             parameter_shapes(layout),
             parameter_shardings(parameter_shapes(layout), functions.mesh),
         )
-    with console.working("loading parameters"):
-        checkpoint, params = restore_params(saved.checkpoint, abstract)
-        if restacked:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
-            stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
-            params |= {"blocks": stack(params["blocks"], model.num_layers, model.pattern_length)}
+    checkpoint, params = restore_params(saved.checkpoint, abstract)
+    if restacked:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
+        stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
+        params |= {"blocks": stack(params["blocks"], model.num_layers, model.pattern_length)}
     began_as: dict[str, Any] = {}
     try:  # what the parameters began as, from run to run
         began_as |= read_origin(folder)

@@ -74,6 +74,17 @@ class Setup:
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
         }
 
+    def phase_to_json(self) -> dict[str, Any]:
+        """The phase's entry in the run record."""
+        return {
+            "first_step": self.phase.first_step + 1,
+            "last_step": self.phase.last_step,
+            "tokens_per_step": self.tokens_per_step,
+            "sequence_length": self.config.sequence_length,
+            "mesh": dict(self.functions.mesh.shape),
+            **self.plan.to_json(),
+        }
+
     def describe_phase(self) -> str:
         """A line for the beginning of the phase."""
         config, phase = self.config, self.phase

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
 from trainer.compile.persistent_cache import cache_folder
-from trainer.compile.programs import CompiledSteps, compile_steps
+from trainer.compile.programs import AheadOfTime, CompiledSteps, compile_steps
 from trainer.config.resume_changes import ConfigHistory, changes_to_json
 from trainer.errors import TrainingFailed
 from trainer.launch.process_exit import COMPLETED, PREEMPTED
@@ -31,7 +31,7 @@ from trainer.loop.step_trace import StepTrace
 from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
-from trainer.observers.observer import Ending, Observers, Start, Stopped
+from trainer.observers.observer import Ending, Observers, PhaseBegun, Start
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
 from trainer.step.train_step import TrainState
@@ -78,6 +78,8 @@ class TrainingLoop:
         """The parameters of `init_from`, until they are in the state."""
         self.state: TrainState
         self.programs: CompiledSteps
+        self.ahead: AheadOfTime
+        """The programs of later phases."""
 
     def restore(self) -> None:
         """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
@@ -97,13 +99,16 @@ class TrainingLoop:
     def compile(self) -> None:
         """Compiles the functions, initialises the state where nothing was restored, and tells the observers."""
         functions, initial, is_new = self.setup.functions, self.initial, self.state is None
-        with self.account.measure("compile"), self.console.working("compiling"):
+        self.console.note("compiling …")
+        with self.account.measure("compile"):
             given, on_recompile = initial is not None, self.progress.recompiled
             self.programs = compile_steps(functions, with_init=is_new, with_params=given, on_recompile=on_recompile)
             if self.programs.init_state is not None:
                 with running("init_state"):
                     arguments = () if initial is None else (initial.params,)
                     self.state = jax.block_until_ready(self.programs.init_state(*arguments))
+            later = {each.phase.index: each.functions for each in self.setups[self.setup.phase.index + 1 :]}
+            self.ahead = AheadOfTime(later, on_recompile)
         self.initial = None  # its parameters belong to the state now
         self.history.add_first(self.programs.reports)
         changes = changes_to_json(self.config_history.changes)
@@ -114,15 +119,9 @@ class TrainingLoop:
             self.console.note(warning)
         self.observers.observe(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Records what is compiled again inside, and ends the process if the run hangs there."""
-        own = (self.programs.train_step, self.programs.eval_step)
-        with (
-            self.history.watch(own, lambda: self.progress.step),
-            self.watchdog.watching(lambda: self.programs.is_compiling),
-        ):
-            yield
+    def watched(self) -> AbstractContextManager[None]:
+        """Ends the process if the run hangs inside."""
+        return self.watchdog.watching(lambda: self.programs.is_compiling)
 
     @property
     def goes_on(self) -> bool:
@@ -178,11 +177,6 @@ class TrainingLoop:
         else:
             self.saver.save(self.snapshot)
 
-    def warn_of_recompiles(self) -> None:
-        """Warns of functions that are compiled again and again."""
-        for warning in self.history.take_warnings():
-            self.console.warning(warning)
-
     def change_phase_if_due(self, *, recompile: bool = True) -> None:
         """Carries the state into the next phase, if this one is over.
 
@@ -193,15 +187,18 @@ class TrainingLoop:
         is_over = step >= self.setup.phase.last_step and not self.stop.requested
         if not is_over or index + 1 == len(self.setups):
             return
-        after = self.setups[index + 1]
+        self.saver.finish()  # what is being saved lies where the state is now
         with self.account.measure("checkpoint"), running("the change of phase"):
-            self.state, notes = enter_phase(self.state, self.setup, after)
+            self.state, notes = enter_phase(self.state, self.setup, self.setups[index + 1])
         self._enter(index + 1)
-        for line in (after.describe_phase(), *notes):
+        for line in notes:
             self.console.note(line)
         if recompile:
             with self.account.measure("compile"):
                 self.programs = self.ahead.take(index + 1)
+            self.history.add_phase(step, self.programs.reports)
+            self.observers.observe(PhaseBegun(step, self.setup.describe_phase(), self.programs.reports))
+            self.times.begin_phase()
 
     def _enter(self, index: int) -> None:
         self.setup = self.setups[index]
@@ -221,7 +218,6 @@ class TrainingLoop:
             raise self.data_failure
         step, evaluator = self.progress.step, self.evaluator
         is_completed = step >= self.config.num_steps and step in evaluator.evaluations
-        self.observers.observe(Stopped())
         self.observers.observe(
             Ending(
                 status="completed" if is_completed else "preempted",
@@ -237,7 +233,6 @@ class TrainingLoop:
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished."""
         self.trace.close()
-        self.observers.observe(Stopped())
         for setup in self.setups:
             setup.batches.close()
         self.saver.close()

@@ -1,7 +1,7 @@
 """`tensorboard/`: shows what `metrics.jsonl` holds, and what compiling cost.
 
-The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and as tables in the texts
-`compile/programs` and `compile/recompile`.
+The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and what changed in the text
+`compile/recompile`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tensorboardX.proto import event_pb2
 
-from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
+from trainer.compile.history import Recompile, report_scalars
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
 from trainer.observers.observer import NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
@@ -51,15 +51,15 @@ class TensorBoard(Observer):
                 self._begin(event)
             case Recompile(step=step):
                 now = time.time()
-                table = text(f"{_COMPILE}recompile", event.to_markdown(), step, now)
-                self._write([*_reports_to_events([event.report], step, now), table])
+                line = text(f"{_COMPILE}recompile", str(event), step, now)
+                self._write([*_reports_to_events([event.report], step, now), line])
             case LogWindow():
                 self.write(event.entries)
             case Evaluated():
                 self.write([event.entry])
 
     def _begin(self, start: Start) -> None:
-        compiled = _programs_to_events(start.reports, start.step)
+        compiled = _reports_to_events(start.reports, start.step, time.time())
         earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
         self._events = EventLog(
             self._folder,
@@ -78,12 +78,6 @@ class TensorBoard(Observer):
     def _write(self, events: Iterable[event_pb2.Event]) -> None:
         assert self._events is not None, "written before the start"
         self._events.write(events)
-
-
-def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Event]:
-    now = time.time()
-    table = text(f"{_COMPILE}programs", reports_to_markdown(reports), step, now)
-    return [*_reports_to_events(reports, step, now), table] if reports else []
 
 
 def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[event_pb2.Event]:

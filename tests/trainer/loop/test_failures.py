@@ -27,6 +27,7 @@ from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_saved_config
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.observers.observer import Advanced
 from trainer.train import prepare, take_steps
 from trainer.train import train as run_training
 from trainer.workdir import claim_workdir
@@ -227,13 +228,14 @@ def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
     assert sorted(ended) == ["fourth", "second", "third"]
 
 
-def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
+def test_the_record_never_tells_a_step_that_may_not_be_done(make_loop, monkeypatch):
     def advances() -> list[int]:
-        told = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
-        watched_console.told.clear()
+        told = [event.step for event in observed if isinstance(event, Advanced)]
+        observed.clear()
         return told
 
-    loop = make_loop()
+    loop, observed = make_loop(), []
+    monkeypatch.setattr(loop.observers, "observe", observed.append)
     loop.run_window()
     assert advances() == [0, 1], "the first step is only dispatched, then waited for"
     loop.run_window()

@@ -62,7 +62,7 @@ def test_each_step_is_compiled_exactly_once(first, read_run):
     compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", finished.errors)
     assert (compiled.count("train_step"), compiled.count("eval_step")) == (1, 1)
     record, steps, _ = read_run(workdir)
-    assert (record["compile"]["recompiles"], record["compile"]["elsewhere"]) == ([], [])
+    assert record["compile"]["recompiles"] == []
     assert not any("recompile_s" in row for row in steps)
     assert "warning" not in finished.output
 
@@ -150,7 +150,6 @@ def test_tensorboard_holds_the_same_values(first, read_run, read_tensorboard):
         values |= {f"memory_{category}_bytes": count for category, count in told["memory"].items()}
         for name, value in values.items():
             assert shown[f"compile/{program}/{name}"] == pytest.approx({0: float(value)}, rel=1e-6)
-        assert f"\n| {program} | " in shown["compile/programs/text_summary"][0]
 
 
 def test_the_output_is_plain_lines_with_the_description_first(first):

@@ -196,11 +196,10 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
     # At 6 and 8 a resumption, too, has compiled: the newest holds.
     assert shown["compile/train_step/trace_s"] == {0: 2.0, 3: 13.0, 6: 3.0, 8: 4.0}
     assert sorted(shown["compile/recompile/text_summary"]) == [3, 6, 8]
-    assert sorted(shown["compile/programs/text_summary"]) == [0, 6, 8]
     start(0, [report("init_state", 5.0)])
     shown = read_tensorboard(tmp_path / "tensorboard")
     assert {tag: sorted(points) for tag, points in shown.items()} == {
-        tag: [0] for tag in shown if "init_state" in tag or "programs" in tag
+        tag: [0] for tag in shown if "init_state" in tag
     } | {f"compile/train_step/{name}": [0] for name in ("trace_s", "lower_s", "compile_s", "cache_hit")}
 
 
