@@ -67,7 +67,8 @@ def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> Save
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
     # config.json may be of steps that are yet to be made.
-    return SavedRun(held_history(checkpoint.path, checkpoint.config_history).config, checkpoint)
+    held = held_history(checkpoint.path, checkpoint.config_history).config
+    return SavedRun(held.phase_at(checkpoint.step).config, checkpoint)
 
 
 def held_history(checkpoint: Path, config_history: Any) -> ConfigHistory:

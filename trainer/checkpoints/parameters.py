@@ -44,6 +44,8 @@ class FoundCheckpoint:
     """Tokens that began and ended documents; None: checkpoints before 2026-11-29 don't say."""
     config_history: Any
     """The run's config up to its step, as JSON values."""
+    data_state: Any
+    """The state of its data, as JSON values."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
     is_chosen: bool
@@ -102,7 +104,7 @@ def _find_newest(folder: Path, chosen: int | None) -> FoundCheckpoint | None:
             tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
             return FoundCheckpoint(
-                path, step, tokenizer, delimiters, metadata.config_history, tuple(damaged), chosen == step, digest, hold
+                path, step, tokenizer, delimiters, metadata.config_history, metadata.data, tuple(damaged), chosen == step, digest, hold
             )
         damaged.append(Damaged(path, reason))
     if damaged:
@@ -137,7 +139,21 @@ def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[F
     Raises:
       TrainingFailed: they are of another form, or can't be read.
     """
-    return _of_newest(checkpoint, lambda found: _restore_params(found, abstract_params))
+    return _of_newest(checkpoint, lambda found: _restore(found, {"params": abstract_params})["params"])
+
+
+def restore_state(checkpoint: FoundCheckpoint, abstract_state: Any) -> tuple[FoundCheckpoint, Any]:
+    """Reads the whole training state, and releases the checkpoint. See `restore_params`.
+
+    Args:
+      checkpoint: from `find_newest`.
+      abstract_state: a `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
+    """
+
+    def restore(found: FoundCheckpoint) -> Any:
+        return type(abstract_state)(**_restore(found, abstract_state._asdict()))
+
+    return _of_newest(checkpoint, restore)
 
 
 def stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> FoundCheckpoint:
@@ -172,18 +188,17 @@ def _of_newest(checkpoint: FoundCheckpoint, read: Callable[[FoundCheckpoint], _T
     raise _too_fast(checkpoint.path.parent)
 
 
-def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
-    wanted = {"params": abstract_params}
+def _restore(checkpoint: FoundCheckpoint, wanted: dict[str, Any]) -> dict[str, Any]:
     arguments = ocp.args.PyTreeRestore(
         wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
     with ocp.PyTreeCheckpointer() as orbax:
         try:
-            params = orbax.restore(checkpoint.path / "state", args=arguments)["params"]
+            state = orbax.restore(checkpoint.path / "state", args=arguments)
             # Orbax returns the request itself in the place of an array that the checkpoint doesn't have.
-            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
-                raise ValueError("it holds the parameters of another model")
-            return params
+            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state)):
+                raise ValueError("it holds the parameters of another model, or moments of another optimizer")
+            return state
         except Exception as error:
             if reason_of(error) is not None:
                 raise

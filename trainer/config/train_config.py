@@ -482,6 +482,8 @@ class TrainConfig:
     init_from: str | None = option(None, "beginning")
     """Folder whose model a fresh run begins with: a Hugging Face model's (config.json, *.safetensors, tokenizer.json)
     or another run's workdir. Model and tokenizer are the folder's. None: random parameters."""
+    init_optimizer: Literal["fresh", "carry"] = option("fresh", "beginning")
+    """carry: with a workdir as init_from, its optimizer's moments and its place in the same data go on, too."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -524,7 +526,9 @@ class TrainConfig:
         if self.init_from is None:
             self.check_model()
             self.in_phases()
-        elif isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
+        if self.init_from is None and self.init_optimizer == "carry":
+            raise ValueError("init_optimizer='carry' has no effect without init_from; name a run's workdir there")
+        if isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
             check_path("init_from", self.init_from)
         self.optimizer.num_decay_steps(self.num_steps)
 

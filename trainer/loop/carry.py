@@ -50,7 +50,7 @@ def into_layout(state: TrainState, before: TrainConfig, after: TrainConfig, func
             return tree | {"blocks": restack(tree["blocks"], num_layers, num_stacks)} if has_blocks(tree) else tree
 
         # The moments hold blocks, too, each in a tree like the parameters'.
-        state = jax.jit(lambda state: jax.tree.map(restacked, state, is_leaf=has_blocks), donate_argnums=0)(state)
+        state = jax.jit(lambda state: jax.tree.map(restacked, state, is_leaf=has_blocks))(state)
     return jax.device_put(state, functions.state_shardings, donate=True)
 
 

@@ -21,7 +21,7 @@ from trainer.launch.watchdog import Watchdog
 from trainer.loop.attempt import Attempt
 from trainer.loop.carry import enter_phase
 from trainer.loop.evaluator import Evaluator
-from trainer.loop.initial_params import InitialParams, load_initial_params
+from trainer.loop.initial_params import InitialParams, load_initial_params, load_initial_state
 from trainer.loop.progress import Progress
 from trainer.loop.resume import restore
 from trainer.loop.saver import Saver, Snapshot, spared_steps
@@ -85,7 +85,11 @@ class TrainingLoop:
         """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
         with self.account.measure("checkpoint"), running("restoring"):
             resumed = restore(self.checkpoints, self.setups, self.workdir, self.console)
-            if resumed.state is None:
+            if resumed.state is None and self.config.init_optimizer == "carry":
+                state, origin = load_initial_state(self.setup, self.console, self.peers)
+                resumed = resumed._replace(state=state)
+                self.record.put(init_from=origin)
+            elif resumed.state is None:
                 self.initial = load_initial_params(self.config, self.setup.functions, self.console, self.peers)
                 self.record.put(init_from=None if self.initial is None else self.initial.origin)
         self.state, self.config_history, self.resumed_from = resumed.state, resumed.config_history, resumed.origin
