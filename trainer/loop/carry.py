@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from layers.layer_stacks import restack
 from trainer.config import TrainConfig
@@ -56,5 +57,5 @@ def into_layout(state: TrainState, before: TrainConfig, after: TrainConfig, func
 
 def with_fresh_moments(state: TrainState, functions: StepFunctions) -> TrainState:
     """The state with the optimizer's moments of a first step. The schedule and the skipped updates go on."""
-    begun = functions.begin_state(state.params)
-    return begun._replace(step=state.step, opt_state=schedule_at(begun.opt_state, state.step), skipping=state.skipping)
+    begun, step = functions.begin_state(state.params), jnp.copy(state.step)  # the step donates each buffer once
+    return begun._replace(step=state.step, opt_state=schedule_at(begun.opt_state, step), skipping=state.skipping)

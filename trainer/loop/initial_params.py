@@ -77,10 +77,9 @@ def load_initial_state(
     abstract = make_step_functions(layout, functions.mesh).abstract_state
     checkpoint, state = restore_state(saved.checkpoint, abstract)
     state = into_layout(state, layout, config, functions)
-    first = jax.tree.map(jnp.zeros_like, state.step)
     state = state._replace(
-        step=first,
-        opt_state=schedule_at(state.opt_state, first),
+        step=jnp.zeros_like(state.step),
+        opt_state=schedule_at(state.opt_state, jnp.zeros_like(state.step)),
         skipping=state.skipping._replace(num_skipped=jnp.zeros_like(state.skipping.num_skipped)),
     )
     state = jax.device_put(state, functions.state_shardings)
