@@ -89,8 +89,6 @@ def test_each_command_refuses_urls(parse, flags, url):
         ("plots", "PlotArguments"),
         ("tables", "TablesArguments"),
         ("train_throughput.__main__", "ThroughputArguments"),
-        ("tune_attention.__main__", "SearchArguments"),
-        ("tune_attention.table", "TableArguments"),
     ],
 )
 def test_each_benchmark_refuses_urls(module, name, capsys):
