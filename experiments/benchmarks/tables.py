@@ -214,10 +214,10 @@ def exchanges(rows: list[Row], num_devices: int) -> str:
     shown.sort(key=lambda row: (list(MASKS).index(row["case"]), -row["efficiency"]))
     lines = []
     for row in shown:
-        # Kernels that read the other GPUs' memory leave no bytes in the trace.
-        in_trace = row["exchange"] not in ("peer", "halo")
+        # Only old rows were traced. Kernels that read the other GPUs' memory leave no bytes in a trace.
+        in_trace = "traced" in row and row["exchange"] not in ("peer", "halo")
         received = f"{row['traced']['received_bytes'] / 1e6:,.0f}" if in_trace else MISSING
-        exposed = f"{1e3 * row['exposed_s']:.1f}"
+        exposed = f"{1e3 * row['exposed_s']:.1f}" if "exposed_s" in row else MISSING
         efficiency = f"{100 * row['efficiency']:.0f}"
         lines.append([MASKS[row["case"]], row["exchange"], row["sequence_sharding"], efficiency, received, exposed])
     return markdown(shown, ["mask", "exchange", "sharding", "%", "MB", "exposed ms"], lines)
