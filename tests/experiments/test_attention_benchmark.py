@@ -197,13 +197,21 @@ def test_a_backward_is_the_difference_of_its_round():
     assert seconds["backward"] == pytest.approx(seconds["forward_backward"] - seconds["forward"])
 
 
+def test_dense_attention_is_timed_where_it_fits_and_its_time_is_scaled(monkeypatch):
+    monkeypatch.setattr(AttentionContender, "time", lambda *_: 1.0)
+    # 2 × 2 heads of 256 × 256 pairs, and four float32 arrays of them.
+    rows = rows_of(SMALL, "xla", dense_gigabytes=4.1e-3)
+    assert {row["measured_at_length"] for row in rows} == {128}
+    assert [row["seconds"] for row in rows] == [4, 0, 4]
+    assert rows_of(SMALL, "xla", dense_gigabytes=4.2e-3)[0]["measured_at_length"] == 256
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"check": True, "compile_lengths": (256,)}, "give one at a time"),
         ({"baseline": "cudnn"}, "baseline='cudnn' is none of the backends blockwise, xla"),
-        ({"backends": ("blockwise", "blockwize")}, r"unknown backends \['blockwize'\]; expected some of"),
-        ({"cases": ("nosuch",)}, r"unknown cases \['nosuch'\]; expected some of causal"),
+        ({"backends": ("blockwise", "blockwize")}, "unknown backends blockwize; expected some of"),
+        ({"cases": ("nosuch",)}, "unknown cases nosuch; expected some of causal"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(arguments, message):
@@ -237,15 +245,7 @@ def test_a_suite_stands_for_cases_and_backends_that_can_be_replaced():
     assert AttentionArguments().chosen == Suite(("window_1024",), ("blockwise", "xla"), "xla")
 
 
-def test_compile_seconds_at_each_length():
-    arguments = AttentionArguments(backends=("cudnn", "blockwise"), compile_lengths=(64, 256))
-    refused, *rows = measure("small", SMALL, arguments)
-    assert "runs on gpu" in refused["refused"]
-    assert [(row["backend"], row["length"]) for row in rows] == [("blockwise", 64), ("blockwise", 256)]
-    assert all(row["lower_s"] > 0 and row["compile_s"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("how", [{}, {"check": True, "check_length": 64}, {"compile_lengths": (64,)}], ids=repr)
+@pytest.mark.parametrize("how", [{}, {"check": True, "check_length": 64}], ids=repr)
 def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(CASES, "small", SMALL)
     output = tmp_path / "new" / "rows.jsonl"
