@@ -113,7 +113,7 @@ def attention_speeds(results: Iterable[Result], backend: str = "mosaic_gpu") -> 
 def trace_seconds(results: Iterable[Result]) -> Series:
     """Seconds of the first trace against the length, for each mask, of the sources of its tiles."""
     seconds: Series = {title: {} for title in _MASKS.values()}
-    measured = [result for result in results if result["status"] == "measured" and result["subject"] == "attention"]
+    measured = [result for result in results if result["status"] == "measured"]
     for result in sorted(measured, key=lambda result: result["length"]):
         curve = seconds[_MASKS[result["mask"]]].setdefault(_SOURCES[result["source"]][0], {"x": [], "y": []})
         # A length that two sweeps measured is shown as the first of them has it.

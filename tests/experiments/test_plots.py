@@ -19,7 +19,7 @@ def speed_row(backend, direction="forward", case="a", tflops=100.0, ratios=None)
 
 
 def trace_row(source, length, first_trace_s, **more):
-    row = {"subject": "attention", "mask": "causal", "source": source, "length": length, "status": "measured"}
+    row = {"mask": "causal", "source": source, "length": length, "status": "measured"}
     return row | {"first_trace_s": first_trace_s} | more
 
 
@@ -91,7 +91,6 @@ def test_a_trace_that_was_stopped_is_not_shown():
         trace_row("ours", 4096, 0.07),
         trace_row("upstream_lazy", 4096, 0.2, mask="two_masks"),
         trace_row("upstream_lazy", 8192, None, mask="two_masks", status="stopped"),
-        trace_row("ours", 4096, 5.0, subject="train_step"),
     ]
     causal, *_, two_masks = plots.trace_seconds(rows).values()
     assert causal == {plots.OURS: {"x": [4096, 8192], "y": [0.05, 0.06]}}
