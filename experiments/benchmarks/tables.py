@@ -59,7 +59,7 @@ def markdown(rows: Iterable[Row], headings: Cells, lines: Iterable[Cells]) -> st
 
 
 def _hardware(row: Row) -> str:
-    """What a row was measured on, in short: "H100" for an NVIDIA H100 80GB HBM3."""
+    """The hardware of a row, in short: "H100" for an NVIDIA H100 80GB HBM3."""
     name = row.get("device") or row.get("topology") or row["cpu"]
     return name.removeprefix("NVIDIA ").partition(" 80GB")[0].replace("(R)", "").removesuffix(" Processor")
 
@@ -233,7 +233,7 @@ def mixtures(rows: list[Row]) -> str:
 
 
 def compiled_memory(rows: list[Row]) -> str:
-    """What a training step needs on TPUs, by their compiler."""
+    """The memory that a training step needs on TPUs, by their compiler."""
     sizes = ("state_bytes", "temporary_bytes", "needed_bytes")
     lines = [
         [

@@ -173,8 +173,8 @@ def test_more_keys_and_narrow_values_are_counted_and_served_at_every_length():
 
 def test_more_keys_than_queries_have_no_mask():
     for how in ({"mask": CausalMask()}, {"mask": FullMask(), "document_length": 60}):
-        told = r"kv_length=512 needs FullMask\(\) and one document, got .*leave kv_length"
-        with pytest.raises(ValueError, match=told):
+        message = r"kv_length=512 needs FullMask\(\) and one document, got .*leave kv_length"
+        with pytest.raises(ValueError, match=message):
             dataclasses.replace(SMALL, kv_length=512, **how)
 
 

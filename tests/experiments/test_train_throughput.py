@@ -88,11 +88,11 @@ def test_a_workload_is_measured(rng):
 
 
 def test_a_workload_is_told_how_to_run():
-    given = {"chunk_size": 64, "remat": "none", "exchange": "ring", "collectives": "xla", "loss_implementation": "xla"}
-    config = measure.override(tiny_config(), mesh={"data": 2, "fsdp": 2}, implementation=None, **given)
+    given = {"implementation": "blockwise", "exchange": "ring", "collectives": "xla", "loss_implementation": "xla"}
+    config = measure.override(tiny_config(), mesh={"data": 2, "fsdp": 2}, **given)
     assert config.batch_size == 4
     assert config.mesh == MeshConfig(data=2, fsdp=2)
-    found = (config.loss.chunk_size, config.model.remat, config.context.exchange, config.tensor.collectives)
+    found = (config.model.implementation, config.context.exchange, config.tensor.collectives)
     assert (*found, config.loss.implementation) == tuple(given.values())
 
 

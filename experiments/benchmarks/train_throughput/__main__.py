@@ -38,12 +38,6 @@ class ThroughputArguments:
     """Names from WORKLOADS in workloads.py."""
     implementation: str | None = None
     """Attention backend; None: the fastest that serves the call."""
-    remat: str | None = None
-    """Activations that the backward pass recomputes; None: as the workload says."""
-    scan_layers: bool | None = None
-    """One loop over the layers; None: as the experiment says."""
-    chunk_size: int | None = None
-    """Tokens of which logits exist at one time; None: as the experiment says."""
     mesh: MeshConfig = MeshConfig()  # noqa: RUF009  (frozen)
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
@@ -63,7 +57,7 @@ class ThroughputArguments:
 
 def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
     """Measures a workload in a process of its own; returns the result, or that process's exit status."""
-    names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange", "collectives", "loss_implementation")
+    names = ("implementation", "exchange", "collectives", "loss_implementation")
     fields = {name: getattr(arguments, name) for name in names} | {"mesh": asdict(arguments.mesh)}
     request = json.dumps({"workload": name, "seed": arguments.seed, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]

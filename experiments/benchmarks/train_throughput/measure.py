@@ -145,25 +145,21 @@ def override(
     config: TrainConfig,
     *,
     mesh: dict[str, int] | None = None,
+    implementation: str | None = None,
     exchange: Exchange | None = None,
     collectives: Collectives | None = None,
     loss_implementation: LossImplementation | None = None,
-    **fields: Any,
 ) -> TrainConfig:
-    """The config on a mesh, with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given.
-
-    Each group of devices that splits the batch gets a sequence of its own.
-    """
-    given = {name: value for name, value in fields.items() if value is not None}
-    chunk_size, sizes = given.pop("chunk_size", config.loss.chunk_size), MeshConfig(**(mesh or {}))
+    """The config on a mesh, with these implementations. Each group of devices that splits the batch gets a sequence."""
+    sizes = MeshConfig(**(mesh or {}))
     return dataclasses.replace(
         config,
         batch_size=sizes.data * sizes.fsdp,
         mesh=sizes,
         context=ContextConfig(exchange=exchange),
         tensor=TensorConfig(collectives),
-        model=dataclasses.replace(config.model, **given),
-        loss=dataclasses.replace(config.loss, chunk_size=chunk_size, implementation=loss_implementation),
+        model=dataclasses.replace(config.model, implementation=implementation),
+        loss=dataclasses.replace(config.loss, implementation=loss_implementation),
     )
 
 
