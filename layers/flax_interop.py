@@ -126,6 +126,7 @@ class FlaxAttention:
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         no_einsum = "the kernels have no einsum to replace; leave it out"
         no_weights = "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False"
+        no_positions = "rotary embedding isn't part of this function; use layers.Attention, which has it"
         no_algorithm = (
             "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other algorithm; leave "
             "precision=None in the module and, for the matmuls around them, set jax.default_matmul_precision"
