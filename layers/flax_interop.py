@@ -139,11 +139,7 @@ class FlaxAttention:
             ("einsum_dot_general", einsum_dot_general, no_einsum),
             ("qk_attn_weights_einsum", qk_attn_weights_einsum, no_einsum),
             ("attn_weights_value_einsum", attn_weights_value_einsum, no_einsum),
-            (
-                "input_positions",
-                input_positions,
-                "rotary embedding isn't part of it; use layers.Attention, which has it",
-            ),
+            ("input_positions", input_positions, no_positions),
         ):
             if given is not None:
                 raise ValueError(f"attention_fn can't honour {name}={_brief(given)}: {reason}")
