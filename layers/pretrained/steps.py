@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 
@@ -127,15 +127,6 @@ class Part:
         return block[(slice(None),) * self.axis + (slice(None, None, self.step),)]
 
 
-@runtime_checkable
-class Divisible(Protocol):
-    """A tensor that gives a part of itself for less than reading the whole."""
-
-    def part(self, axis: int, start: int, size: int, step: int) -> Tensor:
-        """The part as a tensor; the arguments are those of `Part`."""
-        ...
-
-
 @dataclass(frozen=True)
 class TensorRow:
     """One row of a family's table.
@@ -189,7 +180,8 @@ class TensorRow:
             sizes = [pattern.shape_in_file(shape)[self.axis] for shape in shapes]
             concatenated = self.join == "concatenated"
             start, step = (sum(sizes[:which]), 1) if concatenated else (which, len(sizes))
-            divide = tensor.part if isinstance(tensor, Divisible) else functools.partial(Part, tensor)
+            # Packed blocks give a part of themselves for less than unpacking the whole.
+            divide = getattr(tensor, "part", None) or functools.partial(Part, tensor)
             tensor = divide(self.axis, start, sizes[which], step)
         return pattern.read(tensor, shapes[which], index)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -133,9 +132,9 @@ def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mappin
     integers = [name for name in expected if name in tensors and tensors[name].dtype == np.uint8]
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {grouped(missing, near=unknown)}")
+        problems.append(f"{len(missing)} missing: {grouped(missing)}")
     if unknown:
-        problems.append(f"{len(unknown)} unknown: {grouped(unknown, near=expected)}")
+        problems.append(f"{len(unknown)} unknown: {grouped(unknown)}")
     if misshapen:
         problems.append(f"{len(misshapen)} misshapen: {grouped(misshapen)}")
     if integers:
@@ -182,30 +181,22 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def grouped(names: Iterable[str], *, near: Iterable[str] = ()) -> str:
-    """Names for an error message: those that differ in numbers alone once, and the nearest of others to each.
+def grouped(names: Iterable[str]) -> str:
+    """Names for an error message: those that differ in numbers alone once.
 
     >>> grouped(["layers.0.norm", "layers.1.norm", "head"])
     'layers.0.norm (and 1 more like it), head'
     """
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(_numberless(name), []).append(name)
-    candidates = {_numberless(name): name for name in near}
-    described = [_described(kind, found, candidates) for kind, found in list(kinds.items())[:_MAX_KINDS]]
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    described = [
+        _printable(first) + (f" (and {len(more)} more like it)" if more else "")
+        for first, *more in list(kinds.values())[:_MAX_KINDS]
+    ]
     return ", ".join(described) + (f" and {len(kinds) - _MAX_KINDS:,} kinds more" if len(kinds) > _MAX_KINDS else "")
-
-
-def _described(kind: str, names: list[str], candidates: Mapping[str, str]) -> str:
-    text = _printable(names[0]) + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
-    nearest = difflib.get_close_matches(kind[:200], candidates, n=1) if len(candidates) < 1000 else []
-    return text + (f" (nearest: {_printable(candidates[nearest[0]])})" if nearest else "")
 
 
 def _printable(name: str) -> str:
     # A file's names may hold what a terminal obeys.
     return f"{name if name.isprintable() else repr(name):.200}"
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"\d+", "#", name)

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from kernels import CausalMask, FullMask, MultiHeadMask
+from kernels import CausalMask, MultiHeadMask
+from kernels.context import attend_over_mesh
 from layers import MLP, ActivationSharding, Attention
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -52,7 +53,7 @@ def test_refuses_heads_that_differ_where_heads_are_split():
     with pytest.raises(
         ValueError, match=r"MultiHeadMask gives each head its own.*tensor=2 one program.*set tensor to 1"
     ):
-        abstract_sharding(tensor=2).dot_product_attention(query, query, query, MultiHeadMask([CausalMask()] * 4))
+        attend_over_mesh(query, query, query, MultiHeadMask([CausalMask()] * 4), abstract_sharding(tensor=2).layout)
 
 
 def test_hashed_segment_ids_keep_documents_apart(rng):
@@ -60,7 +61,7 @@ def test_hashed_segment_ids_keep_documents_apart(rng):
     x = jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.float32)
     small = np.array([[1, 1, 2, 2, 3, 3]])
     attended = [
-        ActivationSharding(mesh).dot_product_attention(x, x, x, FullMask(), segment_ids=ids, implementation="reference")
+        attend_over_mesh(x, x, x, None, ActivationSharding(mesh).layout, segment_ids=ids, implementation="reference")
         for ids in (small, 2**32 * small + 5)
     ]
     np.testing.assert_array_equal(*attended)

@@ -164,6 +164,7 @@ def _functions(
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from kernels.context import attend_over_mesh
     from layers import ActivationSharding
     from trainer.step.sharding import BATCH_AXES, batch_sharding
 
@@ -184,7 +185,16 @@ def _functions(
     def attend(query, key, value, segment_ids, token_order):
         segment_ids = segment_ids if config.data.keep_documents_apart else None
         token_order = token_order if sequence_sharding == "balanced" else None
-        return layer.dot_product_attention(query, key, value, mask, segment_ids=segment_ids, token_order=token_order)
+        return attend_over_mesh(
+            query,
+            key,
+            value,
+            mask,
+            layer.layout,
+            segment_ids=segment_ids,
+            token_order=token_order,
+            exchange=exchange,
+        )
 
     def both(query, key, value, segment_ids, token_order, d_output):
         output, vjp = jax.vjp(lambda *heads: attend(*heads, segment_ids, token_order), query, key, value)
