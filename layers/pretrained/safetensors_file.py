@@ -67,9 +67,6 @@ class FileTensor:
     def read(self, index: Index) -> np.ndarray:
         """Reads a slice: no byte outside the tensor, and little more than the slice into memory.
 
-        Args:
-          index: for each dim a slice with a start and a stop.
-
         Raises:
           ValueError: the file has become shorter since it was opened.
         """

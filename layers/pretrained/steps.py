@@ -26,9 +26,6 @@ class Pattern:
     Dims in parentheses are merged into one. "(N H) W -> W N H" takes a matrix whose rows are N heads of H features
     apart, and puts its columns first.
 
-    Args:
-      text: dims of the file's tensor, an arrow, dims of the parameter.
-
     Example:
       >>> pattern = Pattern("(N H) W -> W N H")
       >>> pattern.shape_in_file((64, 4, 16))
@@ -70,13 +67,7 @@ class Pattern:
     def read(self, tensor: Tensor, shape: Sequence[int], index: Index) -> np.ndarray:
         """A slice of the parameter, from the slice of the file's tensor that holds it.
 
-        Args:
-          tensor: the file's.
-          shape: the whole parameter's.
-          index: of the slice.
-
-        Returns:
-          The slice with its dims in the file's order: `order` transposes it to the parameter's.
+        Its dims are in the file's order: `order` transposes them to the parameter's.
         """
         sizes = dict(zip(self.names, shape, strict=True))
         wanted = dict(zip(self.names, index, strict=True))
@@ -167,13 +158,11 @@ class TensorRow:
         return (*parts[0][: self.axis], joined, *parts[0][self.axis + 1 :]) if parts[0] else ()
 
     def read(self, tensor: Tensor, which: int, shapes: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        """A slice of a parameter, with its dims in the file's order; see `order`.
+        """A slice of one of the parameters that a tensor joins, with its dims in the file's order; see `order`.
 
         Args:
-          tensor: the file's.
-          which: of the parameters that it joins.
+          which: of the parameters.
           shapes: all their shapes, stacked dims left out.
-          index: of the slice.
         """
         pattern = Pattern(self.pattern)
         if len(self.paths) > 1:

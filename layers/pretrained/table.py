@@ -69,16 +69,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def find_sources(family: Family, config: GPTConfig, shapes: Mapping[str, Shape]) -> dict[str, Source]:
-    """The row of each parameter.
-
-    Args:
-      family: the family that has the table.
-      config: of the model.
-      shapes: of its parameters, by their paths.
-
-    Raises:
-      ValueError: the table has no row for a parameter.
-    """
+    """The row of each parameter; ValueError if the family's table has none for one of them."""
     rows = {path: (row, which) for row in family.rows for which, path in enumerate(row.paths)}
     found, without = {}, []
     for path in shapes:
@@ -113,12 +104,6 @@ def tensor_shapes(sources: Mapping[str, Source], shapes: Mapping[str, Shape]) ->
 def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mapping[str, Tensor], path: str) -> None:
     """Checks that a folder has exactly the tensors that are expected, of the same shapes.
 
-    Args:
-      family: of the model; it knows what transformers doesn't use either.
-      expected: their shapes by their names.
-      tensors: the folder's.
-      path: the folder, for the error message.
-
     Raises:
       ValueError: tensors are missing, unknown or misshapen; the message has them all.
     """
@@ -148,11 +133,6 @@ def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mappin
 
 def without_copied_head(family: Family, config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A folder's tensors without a head that repeats the embedding, as some programs write it for models that tie them.
-
-    Args:
-      family: of the model.
-      config: of the model.
-      tensors: the folder's.
 
     Raises:
       ValueError: the model ties them, and they differ.
