@@ -135,23 +135,6 @@ def small_vit(vit):
     return dataclasses.replace(config, **changes)
 
 
-def test_vit_takes_attention_fn(rng):
-    from bonsai.models.vit import modeling as vit
-
-    from layers import attention_fn
-
-    images = jnp.asarray(rng.standard_normal((1, 224, 224, 3)), jnp.float32)
-
-    def logits(adapted):
-        model = vit.ViTClassificationModel(small_vit(vit), rngs=nnx.Rngs(0))
-        if adapted:
-            for layer in model.layers:
-                layer.attention.attention_fn = attention_fn(implementation="reference")
-        return model(images, rngs=nnx.Rngs(0))
-
-    assert_same(logits(True), logits(False))
-
-
 @pytest.mark.usefixtures("eight_devices")
 def test_on_a_mesh(modeling, config, make_model, rng):
     """With bonsai's own sharding, batch over fsdp and heads over tp, on axes of type Explicit."""

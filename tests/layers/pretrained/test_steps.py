@@ -42,35 +42,32 @@ def test_a_slice_of_a_pattern_is_read_from_a_slice(pattern, shape, convert, rng)
     np.testing.assert_array_equal(row.into_file([expected]), tensor)
 
 
-def test_joined_parameters_are_parts_of_one_tensor(rng):
-    row = TensorRow("tensor", ("query", "key", "value"), "(N H) W -> W N H")
-    shapes = ((5, 4, 3), (5, 2, 3), (5, 2, 3))
-    query, key, value = arrays = [rng.standard_normal(shape) for shape in shapes]
+@pytest.mark.parametrize(
+    ("row", "shapes", "convert"),
+    [
+        (
+            TensorRow("tensor", ("query", "key", "value"), "(N H) W -> W N H"),
+            ((5, 4, 3), (5, 2, 3), (5, 2, 3)),
+            lambda arrays: np.concatenate([x.reshape(5, -1).T for x in arrays]),
+        ),
+        (
+            TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2),
+            ((2, 3, 4), (2, 3, 4)),
+            lambda arrays: np.stack(arrays, -1).reshape(2, 3, 8),
+        ),
+    ],
+    ids=["concatenated", "interleaved"],
+)
+def test_joined_parameters_are_parts_of_one_tensor(row, shapes, convert, rng):
+    arrays = [rng.standard_normal(shape) for shape in shapes]
     tensor = row.into_file(arrays)
-    expected = np.concatenate([x.reshape(5, -1).T for x in (query, key, value)])
-    np.testing.assert_array_equal(tensor, expected)
+    np.testing.assert_array_equal(tensor, convert(arrays))
     assert row.shape_in_file(shapes) == tensor.shape
     for which, array in enumerate(arrays):
         for _ in range(20):
             index = random_index(rng, array.shape)
-            np.testing.assert_array_equal(
-                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
-            )
-
-
-def test_interleaved_parameters_are_every_other_column(rng):
-    row = TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
-    shapes = ((2, 3, 4), (2, 3, 4))
-    arrays = [rng.standard_normal(shape) for shape in shapes]
-    tensor = row.into_file(arrays)
-    assert row.shape_in_file(shapes) == tensor.shape == (2, 3, 8)
-    for which, array in enumerate(arrays):
-        np.testing.assert_array_equal(tensor[..., which::2], array)
-        for _ in range(20):
-            index = random_index(rng, array.shape)
-            np.testing.assert_array_equal(
-                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
-            )
+            part = row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order)
+            np.testing.assert_array_equal(part, array[index])
 
 
 def e2m1(bits: int) -> float:
