@@ -102,12 +102,6 @@ def test_options(inputs, masks, options):
     assert np.abs((ours(inputs, **options)[0] - ours(inputs)[0]).array).max() > 1e-4
 
 
-def test_without_a_batch(inputs, masks):
-    """As levanter's GPT-2 calls, under `vmap`."""
-    inputs = tuple(each["batch", 0] for each in inputs)
-    assert_same(ours(inputs, mask=masks["window"]), theirs(inputs, mask=masks["window"]))
-
-
 def test_attention_layer(draw, masks, monkeypatch):
     import haliax
     from levanter.layers import attention
