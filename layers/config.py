@@ -14,8 +14,9 @@ import jax
 
 from kernels import CausalMask, Mask, Tuning
 from kernels.arguments.static_numbers import checked_soft_cap
-from layers.checks import check_choice, check_implementation, check_numbers, check_remat
+from layers.checks import check_choice, check_implementation, check_numbers
 from layers.layer_config import LayerConfig, LayerOverride
+from layers.remat import parse_remat
 from layers.rope_scaling import RopeScaling
 
 DTypeName = Literal["float32", "bfloat16", "float64"]
@@ -160,7 +161,10 @@ class GPTConfig:
             ("norm_placement", NormPlacement),
         ):
             check_choice(f"model.{name}", getattr(self, name), choices)
-        check_remat(self.remat)
+        try:
+            parse_remat(self.remat)
+        except ValueError as error:
+            raise ValueError(f"model.remat={self.remat!r}: {error}") from None
         for name in ("compute_dtype", "param_dtype"):
             check_choice(f"model.{name}", getattr(self, name), DTypeName)
             if getattr(self, name) == "float64" and not jax.config.read("jax_enable_x64"):
