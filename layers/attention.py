@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
+from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.context import attend_over_mesh
 from kernels.masks import require_mask
@@ -25,6 +26,9 @@ from layers.norm import RMSNorm
 from layers.projections import project, project_back, small_init
 from layers.rope_scaling import RopeScaling
 from layers.rotary import Rotary, Rotation, make_rotation, rotate
+
+_SEGMENT_IDS = "give the call segment_ids=segment_ids_of_lengths(lengths, T), from kernels, or those of documents"
+_OF_LENGTHS = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths", "attention_mask"), _SEGMENT_IDS)
 
 
 class Attention(nnx.Module):
@@ -73,6 +77,7 @@ class Attention(nnx.Module):
       dtype(bfloat16)
     """
 
+    @instead_of(**OF_MASKS, **_OF_LENGTHS)
     def __init__(
         self,
         width: int,
@@ -159,6 +164,9 @@ class Attention(nnx.Module):
         self.qk_norm_after_rope = qk_norm_after_rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else None
 
+    @instead_of(
+        **OF_MASKS, **_OF_LENGTHS, mask="give the mask, from kernels, to the layer when it is made; " + _SEGMENT_IDS
+    )
     def __call__(
         self,
         inputs: Float[Array, "B T W"],

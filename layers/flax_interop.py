@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from kernels import CausalMask, FullMask, Mask, Tuning, dot_product_attention
+from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
+from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.masks.algebra import NO_BIAS, is_bias
 
 _PADDING = "a boolean mask over keys, of shape [batch, 1, 1, kv_length], given to the Flax module's own call as mask="
+_OF_LENGTHS = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), f"use {_PADDING}")
 
 
+@instead_of(**OF_MASKS, **_OF_LENGTHS)
 def attention_fn(
     mask: Mask | None = None,
     *,
@@ -75,6 +78,7 @@ class FlaxAttention:
 
     # linen hands over only the arguments that it finds by name in this signature, so whatever can change the result
     # must be listed, or it would be ignored silently.
+    @instead_of(local_window_size="use attention_fn(mask=LocalMask(left, right))", **_OF_LENGTHS)
     def __call__(
         self,
         query: Float[Array, "*batch T N H"],
@@ -101,8 +105,9 @@ class FlaxAttention:
 
         Args:
           query, key, value: any number of leading batch dims.
-          mask: Flax's mask, booleans or 0 and 1, over keys alone: it broadcasts to [*batch, 1, 1, S], as those of key
-            padding and of `decode=True` do.
+          mask: Flax's dense mask, booleans or 0 and 1, broadcastable to [*batch, N, T, S]. A mask over keys alone,
+            [*batch, 1, 1, S], is honoured in O(S) memory: so are key padding and `decode=True`. Any other must be a
+            concrete array, the same for the whole batch: it exists T×T already, and becomes a `NumpyMask`.
           is_causal: adds `CausalMask()`.
           dtype: type to compute in; None: the inputs' common type.
           broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout must be off.
@@ -118,11 +123,7 @@ class FlaxAttention:
           ValueError: for what the kernels can't do, with the reason and the way round; for arrays that don't fit
             together.
         """
-        if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3] or query.ndim < 3:
-            raise ValueError(
-                f"expected [*batch, T, N, H], [*batch, S, K, H], [*batch, S, K, V] of the same batch dims, got query "
-                f"{query.shape}, key {key.shape}, value {value.shape}; make them match"
-            )
+        _check_shapes(query, key, value)
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         no_einsum = "the kernels have no einsum to replace; leave it out"
         no_weights = "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False"
@@ -154,7 +155,7 @@ class FlaxAttention:
         static_mask = FullMask() if self.mask is None else self.mask
         static_mask = static_mask & CausalMask() if is_causal else static_mask
         _check_decoding(static_mask, query_length, key_length)
-        segment_ids = _read_padding(mask, (*batch, num_heads, query_length, key_length))
+        dense_mask, segment_ids = _read_mask(mask, (*batch, num_heads, query_length, key_length))
         query, key, value = (
             array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)
         )
@@ -162,13 +163,31 @@ class FlaxAttention:
             query,
             key,
             value,
-            static_mask,
+            static_mask if dense_mask is None else static_mask & dense_mask,
             **segment_ids,
             scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
         )
         return out.reshape(*batch, *out.shape[1:])
+
+    @staticmethod
+    def _refuse_unsupported(arguments: dict[str, Any]) -> None:
+        reasons = {
+            "bias": NO_BIAS,
+            "module": "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False",
+            "precision": "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other "
+            "algorithm; leave precision=None in the module and, for the matmuls around them, set "
+            "jax.default_matmul_precision",
+            "promote_dtype": "types are promoted by jnp.result_type; set the module's dtype instead",
+            "einsum_dot_general": "the kernels have no einsum to replace; leave it out",
+            "qk_attn_weights_einsum": "the kernels have no einsum to replace; leave it out",
+            "attn_weights_value_einsum": "the kernels have no einsum to replace; leave it out",
+            "input_positions": "rotary embedding isn't part of this function; use layers.Attention, which has it",
+        }
+        for name, value in arguments.items():
+            if value is not None:
+                raise ValueError(f"attention_fn can't honour {name}={_brief(value)}: {reasons[name]}")
 
 
 def _check_decoding(mask: Mask, query_length: int, key_length: int) -> None:
@@ -191,25 +210,74 @@ def _is_precision(precision: Any) -> bool:
     return True
 
 
-def _read_padding(mask: ArrayLike | None, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Segment ids of Flax's mask, which hides keys alone; `shape` is that of the logits."""
+def _read_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> tuple[Mask | None, dict[str, Any]]:
+    """Flax's dense mask as a mask object, or as segment ids if it hides keys alone; `shape` is that of the logits."""
     if mask is None:
-        return {}
-    *batch, _, query_length, key_length = shape
-    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
-    wanted = (*batch, 1, 1, key_length)
-    expected = f"expected padding over keys alone, which broadcasts to {list(wanted)}"
-    remedy = "describe other masks by a mask object, attention_fn(mask=CausalMask() & LocalMask(1023, 0))"
-    if is_bias(mask) and not isinstance(mask, jax.core.Tracer) and not np.isin(np.asarray(mask), (0, 1)).all():
-        raise ValueError(f"mask holds other floats than 0 and 1, so it is a bias: {NO_BIAS}. Padding is {_PADDING}")
-    padding = mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
-    if len(padding.shape) != len(wanted) or any(x not in (1, y) for x, y in zip(padding.shape, wanted, strict=True)):
-        raise ValueError(f"{expected}, got a mask of shape {mask.shape}, for which a T×T array would be read; {remedy}")
+        return None, {}
+    *batch, num_heads, query_length, key_length = shape
+    mask = _checked_mask(mask, shape)
+    if mask.shape[-3:-1] != (1, 1):
+        return _static_mask(mask, query_length, key_length, num_heads), {}
     # Key padding as documents: all queries are in document 1, with the keys that they may see.
-    keys_allowed = jnp.broadcast_to(padding[..., 0, 0, :] != 0, (*batch, key_length))
+    keys_allowed = jnp.broadcast_to(mask[..., 0, 0, :] != 0, (*batch, key_length))
     key_ids = keys_allowed.reshape(-1, key_length).astype(jnp.int32)
     query_ids = jnp.ones((key_ids.shape[0], query_length), jnp.int32)
-    return {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+    return None, {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+
+
+def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, num_heads: int) -> Mask:
+    """Turns a concrete dense mask into a mask object, one per head if heads differ."""
+    remedy = (
+        "describe it by a mask object, attention_fn(mask=CausalMask() & LocalMask(1023, 0)), or pass padding over keys "
+        "alone, of shape [batch, 1, 1, kv_length]"
+    )
+    if isinstance(mask, jax.core.Tracer):
+        raise ValueError(f"a traced dense mask of shape {mask.shape} would need a T×T array: {remedy}")
+    dense = np.asarray(mask) != 0
+    dense = dense.reshape(-1, *dense.shape[-3:])
+    if not (dense == dense[:1]).all():
+        raise ValueError(
+            f"a dense mask of shape {mask.shape} that differs within the batch would need a T×T array per sequence: "
+            f"{remedy}"
+        )
+    heads = np.broadcast_to(dense[0], (dense.shape[1], query_length, key_length))
+    if (heads == heads[:1]).all():
+        return NumpyMask(heads[0])
+    return MultiHeadMask([NumpyMask(head) for head in np.broadcast_to(heads, (num_heads, query_length, key_length))])
+
+
+def _check_shapes(query: Array, key: Array, value: Array) -> None:
+    """Raises ValueError for shapes that Flax refuses, too, and for batch dims that can't be merged into one."""
+    got = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    expected = "expected [*batch, T, N, H], [*batch, S, K, H], [*batch, S, K, V]"
+    if not query.ndim == key.ndim == value.ndim >= 3:
+        raise ValueError(f"query, key and value must have the same rank, of 3 or more: {got}; {expected}")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"the batch dims of query, key and value must match: {got}; {expected}")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key and value lengths must match: {got}; {expected}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key depths must match: {got}; {expected}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value heads must match: {got}; {expected}")
+    if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
+        raise ValueError(f"the number of query heads must be a multiple of that of key and value heads: {got}")
+
+
+def _checked_mask(mask: ArrayLike, shape: tuple[int, ...]) -> Array | np.ndarray:
+    """A dense mask with as many dims as the logits, to whose shape it broadcasts."""
+    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+    fits = all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], shape[::-1], strict=False))
+    if mask.ndim > len(shape) or not fits:
+        raise ValueError(
+            f"expected a mask that broadcasts to [*batch, num_heads, q_length, kv_length] = {list(shape)}, got shape "
+            f"{mask.shape}"
+        )
+    if is_bias(mask) and not isinstance(mask, jax.core.Tracer):
+        known = np.asarray(mask)
+        if not ((known == 0) | (known == 1)).all():
+            raise ValueError(f"mask holds other floats than 0 and 1, so it is a bias: {NO_BIAS}. Padding is {_PADDING}")
+    return mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
 
 
 def _brief(value: Any) -> str:

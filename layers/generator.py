@@ -5,7 +5,8 @@ Shapes: B texts written side by side, T tokens of a prompt and its padding, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kernels import SlabCache
 from layers.config import GPTConfig
 from layers.decoding import init_caches, unroll_params, unrolled_config
-from layers.gpt import GPT
 from layers.token_choice import TokenChoice, choose_tokens
 
 # Prompts are padded to a power of two, this one or a larger, and caches to a multiple, so that other prompts seldom
@@ -77,6 +77,7 @@ class Generator:
     """Continues texts with a model, on one device; nothing is compiled before the first.
 
     Args:
+      model_class: `layers.GPT`, which is given and not imported, since its own `generate` makes a generator.
       config: of the model.
       vocab_size: the tokenizer's; a model often has room for more ids, which mean nothing.
 
@@ -84,10 +85,10 @@ class Generator:
       ValueError: a mask of the model looks ahead.
     """
 
-    def __init__(self, config: GPTConfig, *, vocab_size: int):
+    def __init__(self, model_class: Callable[..., Any], config: GPTConfig, *, vocab_size: int):
         config.check_looks_back_only()
         self._config = config
-        laid_out = nnx.eval_shape(lambda: GPT(unrolled_config(config), rngs=nnx.Rngs(0)))
+        laid_out = nnx.eval_shape(lambda: model_class(unrolled_config(config), rngs=nnx.Rngs(0)))
         self._graphdef, self._abstract_params = nnx.split(laid_out, nnx.Param)
         self._vocab_size = vocab_size
         self.lay_out = jax.jit(lambda params: unroll_params(config, params))
@@ -218,6 +219,30 @@ class Generator:
         # From the text's own seed and the token's position, so that no text depends on another.
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
+
+
+@functools.lru_cache(maxsize=8)
+def generator_of(model_class: Callable[..., Any], config: GPTConfig, vocab_size: int) -> Generator:
+    """The generator for all models of a config: its programs are compiled once."""
+    return Generator(model_class, config, vocab_size=vocab_size)
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]], num_tokens: int, *, seed: int, stop_token: int | None, vocab_size: int
+) -> list[SampleRequest]:
+    """One request for each prompt, with seeds that count up; ValueError, as `GPT.generate` says."""
+    if not all(np.ndim(prompt) == 1 and len(prompt) for prompt in prompts):
+        raise ValueError(
+            "prompts must be lists of token ids, one for each text, with a token at least (one that begins a document "
+            f"will do), got {str(prompts)[:80]!r}; a single prompt is [prompt]"
+        )
+    if not len(prompts) or num_tokens < 1:
+        raise ValueError(f"there must be a prompt and a token to add, got {len(prompts)} and num_tokens={num_tokens}")
+    ids = [np.asarray(prompt) for prompt in prompts]
+    if not all(x.dtype.kind in "iu" and x.min() >= 0 and x.max() < vocab_size for x in ids):
+        raise ValueError(f"prompts must hold integers from 0 to vocab_size - 1 = {vocab_size - 1}")
+    stop = -1 if stop_token is None else stop_token
+    return [SampleRequest(tuple(x.tolist()), num_tokens, seed + i, stop) for i, x in enumerate(ids)]
 
 
 def _numbers(choice: TokenChoice) -> dict[str, float | None]:

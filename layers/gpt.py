@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, W width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,14 @@ from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
 from layers.config import GPTConfig
+from layers.generator import generator_of, make_requests
 from layers.layer_config import LayerConfig
 from layers.layer_stacks import LayerStacks, apply_layers, with_matrices_in
 from layers.moe import RouterSums
 from layers.projections import small_init
 from layers.remat import Remat, parse_remat
 from layers.rotary import Rotary, Rotation
+from layers.token_choice import TokenChoice
 
 GatherLayer = Callable[[nnx.State], nnx.State]
 
@@ -224,6 +226,64 @@ class GPT(nnx.Module):
             return block.decode(hidden, cache, rotations[block.attention.rotary], num_tokens=num_tokens)
 
         return self._apply_with_caches(apply_block, tokens, caches)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stop_token: int | None = None,
+        vocab_size: int | None = None,
+    ) -> list[list[int]]:
+        """Continues prompts, several side by side, on one device; for a script or a notebook.
+
+        The first call compiles. Later ones of as many prompts and about as many tokens use the same programs, also
+        with another temperature or after an update of the parameters.
+
+        Args:
+          prompts: token ids of each, at least one; of any lengths.
+          num_tokens: to add to each prompt.
+          temperature: logits are divided by it; 0 always takes the likeliest token.
+          top_k: choose among this many of the likeliest tokens only; None: among all.
+          top_p: choose among the fewest likeliest tokens whose probabilities reach this sum; None: among all.
+          seed: of the first prompt's random choices. The next prompts' seeds count up from it.
+          stop_token: ends a text, as its last token; None: none does.
+          vocab_size: ids from here on aren't chosen, where the tokenizer has fewer than the model; None: all are.
+
+        Returns:
+          The tokens that were added to each prompt. Prompt and seed alone determine them, not the other prompts.
+
+        Raises:
+          ValueError: a mask looks ahead, there is nothing to continue or no token to add, an id or a number is out of
+            its range, or the model lies on a mesh.
+
+        Example:
+          >>> sizes = dict(vocab_size=64, num_layers=1, width=32, num_heads=2, num_kv_heads=1, head_dim=16)
+          >>> model = GPT(GPTConfig(**sizes, mlp_width=64), rngs=nnx.Rngs(0))
+          >>> [len(text) for text in model.generate([[1, 2, 3], [4]], 5, temperature=0.8, top_k=10)]
+          [5, 5]
+        """
+        if self.activation_sharding is not None:
+            raise ValueError(
+                "generate runs on one device, and the model was made with an activation_sharding; make one without, "
+                "and give it the parameters: nnx.update(other, nnx.state(model, nnx.Param))"
+            )
+        params = nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, prompts))):
+            raise ValueError("generate compiles its own programs and runs them; call it outside of jax.jit")
+        requests = make_requests(
+            prompts, num_tokens, seed=seed, stop_token=stop_token, vocab_size=self.config.vocab_size
+        )
+        generator = generator_of(GPT, self.config, self.config.vocab_size if vocab_size is None else vocab_size)
+        texts: list[list[int]] = [[] for _ in requests]
+        choice = TokenChoice(temperature, top_k, top_p)
+        for new in generator.generate(generator.lay_out(params), requests, choice):
+            texts[new.request].append(new.token)
+        return texts
 
     def _make_rotations(
         self, length: int, positions: Int[Array, "B T"] | None, context_length: int | None

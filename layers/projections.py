@@ -90,8 +90,8 @@ def project_back(
     """
     if sharding is None:
         return projection(features)
-    *features_shape, width = projection.kernel.shape
-    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(features_shape)], projection)
+    *feature_spec, width = projection.kernel.shape
+    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(feature_spec)], projection)
     if chosen is None:
         return sharding.scatter_tokens(projection(features))
     layout, axis = sharding.layout, sharding.head_axis

@@ -152,3 +152,23 @@ def test_refuses_a_width_that_heads_do_not_divide():
         ValueError, match="width=30 is not a multiple of num_heads=4; change one of them, or give head_dim"
     ):
         Attention(30, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("is_causal", r"use mask=CausalMask\(\)"),
+        ("local_window_size", r"use mask=LocalMask\(left, right\)"),
+        ("bias", "the kernels take no bias"),
+        ("query_seq_lengths", r"give the call segment_ids=segment_ids_of_lengths\(lengths, T\)"),
+        ("attention_mask", r"give the call segment_ids=segment_ids_of_lengths\(lengths, T\)"),
+    ],
+)
+def test_arguments_of_others_are_told_what_to_use_instead(argument, instead):
+    with pytest.raises(TypeError, match=rf"^Attention\(\) takes no {argument}: {instead}"):
+        Attention(16, 2, **{argument: True}, rngs=nnx.Rngs(0))
+    layer = nnx.eval_shape(lambda: Attention(16, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=rf"^Attention\(\) takes no {argument}: {instead}"):
+        layer(jnp.ones((1, 4, 16)), **{argument: True})
+    with pytest.raises(TypeError, match=r"takes no mask: give the mask, from kernels, to the layer when it is made"):
+        layer(jnp.ones((1, 4, 16)), mask=jnp.ones((4, 4)))

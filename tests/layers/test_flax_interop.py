@@ -94,10 +94,43 @@ def test_key_padding_is_honoured_under_jit(run, rng, inputs):
 
 
 @both_flaxes
-def test_a_dense_mask_is_refused(run, inputs):
-    causal = nn.make_causal_mask(inputs[..., 0])
-    with pytest.raises(ValueError, match=r"shape \(2, 1, 12, 12\).*T×T.*describe other masks by a mask object"):
-        run(attention_fn(), inputs, {"mask": causal})
+def test_concrete_dense_mask_is_honoured(run, inputs):
+    causal = nn.make_causal_mask(jnp.ones((2, LENGTH)))
+    ours = run(attention_fn(), inputs, {"mask": causal})
+    assert_same(ours, run(FLAX_DENSE[run], inputs, {"mask": causal}))
+    assert_same(ours, run(attention_fn(CausalMask()), inputs))
+
+
+@both_flaxes
+def test_concrete_dense_mask_combines_with_the_mask_object(run, inputs):
+    indices = np.arange(LENGTH)
+    window = np.abs(indices[:, None] - indices) <= 3
+    both = window & (indices[:, None] >= indices)
+    ours = run(attention_fn(CausalMask()), inputs, {"mask": window[None, None]})
+    assert_same(ours, run(FLAX_DENSE[run], inputs, {"mask": jnp.asarray(both)[None, None]}))
+
+
+@both_flaxes
+def test_concrete_dense_mask_may_differ_between_heads(run, rng, inputs):
+    per_head = rng.random((1, NUM_HEADS, LENGTH, LENGTH)) < 0.5
+    per_head[..., 0] = True
+    ours = run(attention_fn(), inputs, {"mask": jnp.asarray(per_head)})
+    assert_same(ours, run(FLAX_DENSE[run], inputs, {"mask": jnp.asarray(per_head)}))
+
+
+@both_flaxes
+def test_traced_dense_mask_is_refused(run, inputs):
+    with pytest.raises(ValueError, match=r"traced dense mask of shape \(2, 1, 12, 12\).*describe it by a mask object"):
+        jax.jit(lambda inputs: run(attention_fn(), inputs, {"mask": nn.make_causal_mask(inputs[..., 0])}))(inputs)
+
+
+@both_flaxes
+def test_dense_mask_that_differs_within_the_batch_is_refused(run, rng, inputs):
+    mask = rng.random((2, 1, LENGTH, LENGTH)) < 0.5
+    with pytest.raises(
+        ValueError, match=r"differs within the batch.*padding over keys alone, of shape \[batch, 1, 1, kv"
+    ):
+        run(attention_fn(), inputs, {"mask": mask})
 
 
 @both_flaxes
@@ -226,38 +259,50 @@ X = (2, 3, 8, 2, 4)  # two batch dims
 
 
 @pytest.mark.parametrize(
-    "shapes",
+    ("shapes", "message"),
     [
-        (X, (3, 2, 8, 2, 4), (3, 2, 8, 2, 4)),
-        ((6, 8, 2, 4), X, X),
-        (X, (2, 4, 8, 2, 4), (2, 4, 8, 2, 4)),
-        (X, X, (1, 1, 8, 2, 4)),
-        ((8, 4),) * 3,
+        (
+            (X, (3, 2, 8, 2, 4), (3, 2, 8, 2, 4)),
+            r"batch dims of query, key and value must match: query \(2, 3, 8, 2, 4\)",
+        ),
+        (((6, 8, 2, 4), X, X), "must have the same rank, of 3 or more"),
+        ((X, (6, 8, 2, 4), (6, 8, 2, 4)), "must have the same rank, of 3 or more"),
+        ((X, (2, 4, 8, 2, 4), (2, 4, 8, 2, 4)), "batch dims of query, key and value must match"),
+        ((X, X, (3, 2, 8, 2, 4)), "batch dims of query, key and value must match"),
+        ((X, X, (1, 1, 8, 2, 4)), "batch dims of query, key and value must match"),
+        ((X, X, (2, 3, 7, 2, 4)), "key and value lengths must match"),
+        ((X, (2, 3, 8, 2, 5), X), "query and key depths must match"),
+        ((X, (2, 3, 8, 3, 4), (2, 3, 8, 3, 4)), "query heads must be a multiple of that of key and value heads"),
     ],
 )
-def test_other_batch_dims_of_keys_and_values_are_refused(shapes):
-    with pytest.raises(ValueError, match=r"expected \[\*batch, T, N, H\].* of the same batch dims, got query \("):
+def test_arrays_that_do_not_fit_together_are_refused_as_flax_refuses_them(shapes, message):
+    with pytest.raises((ValueError, TypeError, AssertionError)):
+        attended(nnx.dot_product_attention, *shapes, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
         attended(attention_fn(), *shapes)
+
+
+def test_what_flax_takes_and_the_kernels_do_not_is_refused():
+    with pytest.raises(ValueError, match="key and value heads must match"):
+        attended(attention_fn(), X, X, (2, 3, 8, 1, 4))
+    with pytest.raises(ValueError, match="must have the same rank, of 3 or more"):
+        attended(attention_fn(), *[(8, 4)] * 3)
 
 
 @pytest.mark.parametrize(
-    "shapes",
-    [(X, X, (2, 3, 7, 2, 4)), (X, (2, 3, 8, 2, 5), X), (X, (2, 3, 8, 3, 4), (2, 3, 8, 3, 4)), (X, X, (2, 3, 8, 1, 4))],
+    "shape",
+    [(2, 3, 1, 4, 8), (3, 1, 1, 8, 8), (2, 2, 1, 1, 8), (4, 8, 8), (2, 3, 2, 8, 1, 8), (7, 8), (9,), (2, 1, 8, 8)],
 )
-def test_other_lengths_heads_and_features_are_refused(shapes):
-    with pytest.raises(ValueError, match=r"don't fit together; expected|is not a multiple of num_kv_heads"):
-        attended(attention_fn(), *shapes)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 1, 4, 8), (3, 1, 1, 8, 8), (2, 2, 1, 1, 8), (8, 8), (9,), (1, 2, 3, 1, 1, 8)])
 @pytest.mark.parametrize("fill", [True, False])
-def test_a_mask_that_is_no_padding_is_refused_though_it_is_uniform(shape, fill):
-    with pytest.raises(ValueError, match=r"broadcasts to \[2, 3, 1, 1, 8\], got a mask of shape"):
+def test_a_dense_mask_of_other_sizes_is_refused_though_it_is_uniform(shape, fill):
+    with pytest.raises(
+        ValueError, match=r"broadcasts to \[\*batch, num_heads, q_length, kv_length\] = \[2, 3, 2, 8, 8\]"
+    ):
         attended(attention_fn(), X, X, X, mask=np.full(shape, fill))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 1, 1, 8), (1, 1, 1, 1, 1), (3, 1, 1, 8), (8,), ()])
-def test_padding_that_broadcasts_is_served(shape):
+@pytest.mark.parametrize("shape", [(2, 3, 2, 8, 8), (1, 1, 1, 1, 1), (8, 8), (2, 8, 1), (3, 1, 1, 8), ()])
+def test_a_dense_mask_that_broadcasts_is_served(shape):
     assert attended(attention_fn(), X, X, X, mask=np.full(shape, 1.0)).shape == X
 
 
@@ -290,3 +335,23 @@ def test_a_bias_in_a_masks_place_is_told_what_to_use():
             ValueError, match="mask holds other floats than 0 and 1, so it is a bias: the kernels take no"
         ):
             attended(attention_fn(), X, X, X, mask=bias)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("bias", "the kernels take no bias"),
+        ("is_causal", r"use mask=CausalMask\(\)"),
+        ("local_window_size", r"use mask=LocalMask\(left, right\)"),
+        ("query_seq_lengths", r"use a boolean mask over keys, of shape \[batch, 1, 1, kv_length\]"),
+        ("key_value_seq_lengths", r"use a boolean mask over keys, of shape \[batch, 1, 1, kv_length\]"),
+    ],
+)
+def test_arguments_of_jax_nn_are_told_what_to_use_instead(argument, instead):
+    with pytest.raises(TypeError, match=rf"attention_fn\(\) takes no {argument}: {instead}"):
+        make_attention_fn(**{argument: 1})
+    if argument not in ("bias", "is_causal"):  # Flax has these
+        with pytest.raises(
+            TypeError, match=rf"takes no {argument}: use (attention_fn\(mask=L|a boolean mask over keys)"
+        ):
+            attended(attention_fn(), X, X, X, **{argument: 1})

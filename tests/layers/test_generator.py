@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from kernels import CausalMask, LocalMask
-from layers import GPT, GPTConfig
-from layers.generator import Generator, SampleRequest, _numbers
+from layers import GPT, ActivationSharding, GPTConfig
+from layers.generator import Generator, SampleRequest, _numbers, generator_of
 from layers.token_choice import TokenChoice
 from tests.seeds import seeded_rng
 
@@ -42,7 +43,7 @@ def model():
 @pytest.fixture(scope="module")
 def draw(model):
     """One generator for all tests, which are of three texts each, and its parameters."""
-    generator = Generator(CONFIG, vocab_size=VOCAB_SIZE)
+    generator = Generator(GPT, CONFIG, vocab_size=VOCAB_SIZE)
     return generator, generator.lay_out(parameters(model))
 
 
@@ -140,4 +141,59 @@ def test_caches_are_written_in_place(rng, draw):
 
 def test_a_model_that_looks_ahead_is_refused():
     with pytest.raises(ValueError, match="may let a token see later ones"):
-        Generator(GPTConfig(num_layers=1, masks=(LocalMask(3, 3),)), vocab_size=257)
+        Generator(GPT, GPTConfig(num_layers=1, masks=(LocalMask(3, 3),)), vocab_size=257)
+
+
+def test_a_model_generates_what_its_generator_does_and_compiles_once(rng, model, draw):
+    prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in (9, 3, 5)]
+    requests = [SampleRequest(tuple(prompt), 6, 4 + i, -1) for i, prompt in enumerate(prompts)]
+    options = {"seed": 4, "vocab_size": VOCAB_SIZE, "top_k": 20, "top_p": 0.95}
+    texts = model.generate(prompts, 6, temperature=3.0, **options)
+    assert texts == texts_of(*draw, requests)
+    generator = generator_of(GPT, CONFIG, VOCAB_SIZE)
+    sizes = [program._cache_size() for program in (generator._lay_out, generator._begin, generator._step)]
+    stop = texts[0][2]
+    other = nnx.clone(model)
+    longer = [np.asarray(prompt + prompt) for prompt in prompts]
+    again = other.generate(longer, 8, temperature=1.0, stop_token=stop, **options)
+    assert (
+        sizes == [1, 1, 1] == [each._cache_size() for each in (generator._lay_out, generator._begin, generator._step)]
+    )
+    assert all(len(text) == 8 or text[-1] == stop for text in again)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_tokens", "options", "message"),
+    [
+        ([], 3, {}, "there must be a prompt and a token to add, got 0 and num_tokens=3"),
+        ([[1]], 0, {}, "got 1 and num_tokens=0"),
+        ([[1], []], 3, {}, "with a token at least"),
+        ([1, 2], 3, {}, r"must be lists of token ids.*a single prompt is \[prompt\]"),
+        ("a text", 3, {}, "must be lists of token ids"),
+        (["a text"], 3, {}, "must be lists of token ids"),
+        ([[1, 40]], 3, {}, "from 0 to vocab_size - 1 = 39"),
+        ([[-1]], 3, {}, "from 0 to vocab_size - 1 = 39"),
+        ([[0.5]], 3, {}, "must hold integers"),
+        ([[1]], 3, {"temperature": -1.0}, "temperature=-1.0 must be finite and not negative"),
+        ([[1]], 3, {"top_k": 0}, "top_k=0 must be at least 1"),
+        ([[1]], 3, {"top_p": 1.5}, "top_p=1.5 must be more than 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(model, prompts, num_tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompts, num_tokens, **options)
+
+
+def test_generate_is_called_outside_of_jit(model):
+    with pytest.raises(ValueError, match=r"call it outside of jax\.jit"):
+        jax.eval_shape(lambda: model.generate([jnp.zeros(3, jnp.int32)], 2))
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_model_on_a_mesh_is_told_how_to_generate():
+    mesh = jax.make_mesh(
+        (1, 2, 1, 1), ("data", "fsdp", "tensor", "context"), (AxisType.Auto,) * 4, devices=jax.devices()[:2]
+    )
+    model = nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0), activation_sharding=ActivationSharding(mesh)))
+    with pytest.raises(ValueError, match=r"generate runs on one device.*nnx\.update"):
+        model.generate([[1]], 2)

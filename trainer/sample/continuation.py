@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.backends import Task
+from layers import GPT
 from layers.generator import Generator, NewToken, SampleRequest
 from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
 from trainer.compile.persistent_cache import use_compilation_cache
@@ -53,7 +54,7 @@ def run(command: SampleCommand) -> None:
 
     use_compilation_cache(trained.config.compilation.cache_dir)
     device = make_mesh(MeshConfig()).devices.flat[0]
-    generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size)
+    generator = Generator(GPT, trained.model, vocab_size=trained.tokenizer.vocab_size)
     settings: dict[Task, str] = {"attention": "--implementation", "decoding": "--decode-implementation"}
     check_backends(generator, requests, command.choice, settings)
     with _explained(requests, trained, device, generator):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from kernels.backends import Task
+from layers import GPT
 from layers.generator import Generator, SampleRequest
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
@@ -42,7 +43,7 @@ class Samples:
             num_new_tokens = min(samples.num_tokens, length - len(tokens) + 1)
             self._requests.append(SampleRequest(tokens, num_new_tokens, samples.seed, tokenizer.delimiters.end))
         self._choice = samples
-        self._generator = Generator(config.model, vocab_size=tokenizer.vocab_size)
+        self._generator = Generator(GPT, config.model, vocab_size=tokenizer.vocab_size)
 
     def check(self) -> None:
         """Checks that the backends that the config names serve the prompts; looks at the devices.
