@@ -11,9 +11,9 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,6 @@ _FIELDS = {
     "init_state": _MESH,
     "restoring": ("optimizer.offload_moments", *_MESH),
 }
-
-
-class Record(Protocol):
-    """The part of a run's record that is read here: `compile` tells what the programs need."""
-
-    def __getitem__(self, name: str) -> Any: ...
 
 
 class OutOfMemory(RuntimeError):
@@ -101,13 +95,13 @@ def running(program: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[None]:
+def explained(config: TrainConfig, command: Sequence[str], record: Any) -> Iterator[None]:
     """Makes the message that ends a run whose memory ran out, in a program or between them.
 
     Args:
       config: the experiment.
       command: the command line of `python -m trainer`.
-      record: of the run, whose `compile` tells what the programs need.
+      record: of the run, by its names; `compile` tells what the programs need.
 
     Raises:
       TrainingFailed: memory ran out inside.
@@ -119,7 +113,7 @@ def explained(config: TrainConfig, command: Sequence[str], record: Record) -> It
         raise TrainingFailed("\n  ".join(_describe(error, config, command, record))) from error
 
 
-def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[str]:
+def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: Any) -> Iterator[str]:
     if error.on_host:
         yield f"{error.program}: this machine is out of memory: {error.reason}"
         yield describe_host()
@@ -130,30 +124,24 @@ def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], r
         return
     device = jax.local_devices()[0]
     yield f"{error.program}: out of memory on {device.device_kind}: {error.reason}"
-    num_used = math.prod(asdict(config.mesh).values())
-    needed = _memory_of(error.program, record)
-    refusal = parse_refusal(error.reason)
+    refusal, memory = parse_refusal(error.reason), _memory_of(error.program, record)
     if refusal is not None:
         yield f"it needs about {format_bytes(refusal.needed)} on each device, by the compiler's estimate"
-    elif needed is not None:
-        yield f"it needs {_describe_program(needed)}"
+    elif memory is not None:
+        size = {name: format_bytes(count) for name, count in memory.items()}
+        yield (
+            f"it needs {size['peak']} on each device: arguments {size['arguments']}, outputs {size['outputs']} "
+            f"({size['aliased']} written over arguments), temporaries {size['temporaries']}, code {size['code']}"
+        )
     elif error.program == "sampling":
-        size = config.model.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
-        yield f"it needs, beside the training state, {format_bytes(size)} of parameters on each device, and a cache"
-    yield describe_device(device, num_used)
-    available = device_memory(device, num_used)
-    if refusal is None and needed is not None and available is not None and needed["peak"] <= available.size:
-        yield "so the program alone would fit: other arrays, another process or fragmentation take the rest"
+        num_bytes = format_bytes(config.model.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize)
+        yield f"it needs, beside the training state, {num_bytes} of parameters on each device, and a cache"
+    yield describe_device(device, math.prod(asdict(config.mesh).values()))
     yield from _describe_remedies(error.program, config, command, device)
 
 
 def describe_device(device: jax.Device, num_devices: int) -> str:
-    """The memory of a device, as far as it tells.
-
-    Args:
-      device: the device.
-      num_devices: devices that take part.
-    """
+    """The memory of a device, as far as it tells, where so many devices take part."""
     available = device_memory(device, num_devices)
     if available is None:
         return f"{device.device_kind} doesn't tell what it has"
@@ -168,7 +156,7 @@ def describe_host() -> str:
     return f"there is {format_bytes(total)}; this process held {format_bytes(peak_resident_bytes())} at its peak"
 
 
-def _memory_of(program: str, record: Record) -> dict[str, int] | None:
+def _memory_of(program: str, record: Any) -> dict[str, int] | None:
     """The bytes of a program's newest compilation, by category."""
     try:
         compilations = record["compile"]
@@ -177,14 +165,6 @@ def _memory_of(program: str, record: Record) -> dict[str, int] | None:
     reports = (compilations.get(program), *compilations["recompiles"])
     memories = [report["memory"] for report in reports if report is not None and report["name"] == program]
     return memories[-1] if memories else None
-
-
-def _describe_program(memory: Mapping[str, int]) -> str:
-    size = {name: format_bytes(count) for name, count in memory.items()}
-    return (
-        f"{size['peak']} on each device: arguments {size['arguments']}, outputs {size['outputs']} "
-        f"({size['aliased']} written over arguments), temporaries {size['temporaries']}, code {size['code']}"
-    )
 
 
 def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
