@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from trainer.compile.fit import device_memory, parse_refusal
-from trainer.compile.fit_search import single_remedies
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.hardware import peak_resident_bytes
@@ -32,13 +31,10 @@ _OUT_OF_MEMORY = re.compile(
 )
 # These mean that a kernel's tiles are too large for on-chip memory, not that the run is too large.
 _BESIDE_A_CORE = re.compile(r"memory space (?:vmem|smem|sflag)|shared memory", re.IGNORECASE)
-_MESH = ("mesh.fsdp", "mesh.context", "mesh.tensor")
-# The fields that reduce the memory of each program. Other programs have none.
-_FIELDS = {
-    "train_step": ("model.remat", "loss.chunk_size", "optimizer.offload_moments", "gradient_accumulation", *_MESH),
-    "eval_step": ("loss.chunk_size", "gradient_accumulation", *_MESH),
-    "init_state": _MESH,
-    "restoring": ("optimizer.offload_moments", *_MESH),
+# For others `trainer.compile` finds a change.
+_REMEDIES = {
+    "eval_step": "a smaller --loss.chunk-size, a larger --gradient-accumulation, or more devices (--mesh.fsdp)",
+    "sampling": "fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training",
 }
 
 
@@ -137,7 +133,14 @@ def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], r
         num_bytes = format_bytes(config.model.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize)
         yield f"it needs, beside the training state, {num_bytes} of parameters on each device, and a cache"
     yield describe_device(device, math.prod(asdict(config.mesh).values()))
-    yield from _describe_remedies(error.program, config, command, device)
+    if error.program in _REMEDIES:
+        yield f"what helps: {_REMEDIES[error.program]}"
+    else:
+        yield f"the smallest change with which the step fits is found by: {_compile_command(command)}"
+        yield "the longest context that fits, by the same with --longest-context"
+    if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        yield "or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes three quarters by default"
+    yield "then run the same command with it: it goes on from the newest checkpoint, if there is one"
 
 
 def describe_device(device: jax.Device, num_devices: int) -> str:
@@ -165,26 +168,6 @@ def _memory_of(program: str, record: Any) -> dict[str, int] | None:
     reports = (compilations.get(program), *compilations["recompiles"])
     memories = [report["memory"] for report in reports if report is not None and report["name"] == program]
     return memories[-1] if memories else None
-
-
-def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
-    fields = _FIELDS.get(program, ())
-    possible = single_remedies(config, jax.device_count(), can_offload=device.platform != "cpu")
-    remedies = [
-        f"--{field.replace('_', '-')} {values[0]}{f' … {values[-1]}' if len(values) > 1 else ''}"
-        for field, values in possible.items()
-        if field in fields
-    ]
-    if program == "sampling":
-        remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]
-    if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        remedies.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes three quarters by default")
-    yield "what helps, the least harmful first:"
-    yield from (f"  {remedy}" for remedy in remedies or ["a smaller model, or more devices (mesh.fsdp)"])
-    if program in ("train_step", "init_state", "restoring"):
-        yield f"the smallest change with which the step fits is found by: {_compile_command(command)}"
-        yield "the longest context that fits, by the same with --longest-context"
-    yield "then run the same command with it: it goes on from the newest checkpoint, if there is one"
 
 
 def _compile_command(command: Sequence[str]) -> str:
