@@ -68,12 +68,13 @@ def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[Collectiv
             if chain is not None:
                 chains.add(chain)
             total = totals.get(operation, CollectiveTotal(operation, 0, 0, 0, True))
+            count, is_exact = runs[name]
             totals[operation] = CollectiveTotal(
                 operation,
                 total.num_instructions + 1,
-                total.count + runs[name].count,
-                total.bytes + runs[name].count * _payload(computation, instruction),
-                total.is_exact and runs[name].is_exact,
+                total.count + count,
+                total.bytes + count * _payload(computation, instruction),
+                total.is_exact and is_exact,
             )
     return tuple(totals[operation] for operation in OPERATIONS if operation in totals)
 

@@ -155,18 +155,13 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
         getattr(stats, f"host_{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")
     )
     host_state = host_arguments + host_outputs - host_aliased
-    if _platform(compiled) == "tpu":
+    shardings = jax.tree.leaves(compiled.output_shardings)
+    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":
         stated = stats.peak_memory_in_bytes - (arguments + outputs - aliased) - host_state
         temporaries = max(min(stated, temporaries) if host_temporaries else stated, 0)
     peak = arguments + outputs - aliased + temporaries + code
     host = host_state + host_temporaries
     return MemoryReport(arguments, outputs, aliased, temporaries, code, peak, host)
-
-
-def _platform(compiled: jax.stages.Compiled) -> str | None:
-    """The platform that a program runs on; None if it returns nothing that tells."""
-    shardings = jax.tree.leaves(compiled.output_shardings)
-    return next(iter(shardings[0].device_set)).platform if shardings else None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import jax
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.fit import Fit, StateMemory, device_memory, parse_refusal, state_memory
 from trainer.compile.hlo import parse_module
-from trainer.compile.stages import CompileReport, Lowering, compile_lowering, lower_in_stages
+from trainer.compile.stages import CompileReport, compile_lowering, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.step.functions import make_step_functions
@@ -88,7 +88,13 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
             raise TrainingFailed(f"the compiler failed: {_first_lines(str(error))}") from error
         refused_after_s = time.perf_counter() - begun
         compiled = CompileReport("train_step", lowering.trace_s, lowering.lower_s, refused_after_s, False, None)
-    size, collectives = (None, ()) if program is None else _read_program(lowering, program)
+    size: ProgramSize | None = None
+    collectives: tuple[CollectiveTotal, ...] = ()
+    if program is not None:
+        text = program.as_text() or ""
+        module = parse_module(text)
+        size = ProgramSize(len(lowering.lowered.as_text()), len(text), module.num_instructions)
+        collectives = count_collectives(module)
     return StepProfile(
         platform=device.platform,
         device_kind=device.device_kind,
@@ -103,13 +109,6 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         state=state_memory(functions),
         fit=fit,
     )
-
-
-def _read_program(lowering: Lowering, compiled: jax.stages.Compiled) -> tuple[ProgramSize, tuple[CollectiveTotal, ...]]:
-    text = compiled.as_text() or ""
-    module = parse_module(text)
-    size = ProgramSize(len(lowering.lowered.as_text()), len(text), module.num_instructions)
-    return size, count_collectives(module)
 
 
 def _first_lines(message: str, num_lines: int = 6, width: int = 300) -> str:

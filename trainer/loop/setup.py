@@ -1,4 +1,4 @@
-"""The parts of a run before its first step, and their description in the record and the opening panel."""
+"""The parts of a run before its first step, and their description in the record and the opening lines."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Setup:
         )
 
     def facts(self) -> dict[str, str | list[str]]:
-        """The description in the opening panel."""
+        """The description in the opening lines."""
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
         gradient_bytes = bytes_per_device(self.functions.abstract_gradient)

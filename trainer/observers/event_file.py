@@ -75,9 +75,9 @@ def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
     return Event(wall_time=at, step=step, summary=summary)
 
 
-def text(tag: str, line: str, step: int, at: float) -> Event:
+def text(tag: str, markdown: str, step: int, at: float) -> Event:
     """A text, which TensorBoard shows as Markdown."""
-    return Event(wall_time=at, step=step, summary=text_summary(tag, line))
+    return Event(wall_time=at, step=step, summary=text_summary(tag, markdown))
 
 
 def event_files(folder: Path) -> list[Path]:

@@ -20,9 +20,8 @@ from trainer.config import MeshConfig
 from trainer.data import Tokenizer
 from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.sample.backends import check_backends
 from trainer.sample.sample_command import SampleCommand
-from trainer.sample.text import added_text, encode_prompt
+from trainer.sample.text import added_text, check_backends, encode_prompt
 from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console

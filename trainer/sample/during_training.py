@@ -13,8 +13,7 @@ from layers.generator import Generator, SampleRequest
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
-from trainer.sample.backends import check_backends
-from trainer.sample.text import added_text, encode_prompt
+from trainer.sample.text import added_text, check_backends, encode_prompt
 from trainer.step.sharding import on_one_device
 
 

@@ -2,7 +2,7 @@
 
 When a reader leaves (`| head -5`), a terminal closes or the disk behind `> log.txt` is full, a `print` raises. If the
 text still waited in a buffer, the interpreter ends with status 120 although all went well. Training goes on without its
-output. A command that exists only for its output ends instead (`reader_may_leave`).
+output. A command that exists only for its output ends when its reader leaves (`reader_may_leave`).
 
 In both, text that the stream's encoding can't write is written with escapes, and messages hold no control characters:
 `visible` replaces these, and does so in `Console`'s lines, too.
@@ -11,17 +11,14 @@ In both, text that the stream's encoding can't write is written with escapes, an
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
-_GONE_FOR_GOOD = (errno.EPIPE, errno.EIO)  # no reader, no terminal
-_CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -52,7 +49,7 @@ def outlive_readers() -> Iterator[None]:
             yield
     finally:
         for stream in wrapped:
-            stream.finish()
+            _leave_nothing(stream.rich_proxied_file)
         sys.stdout, sys.stderr = streams
 
 
@@ -99,11 +96,10 @@ def reader_may_leave() -> Iterator[None]:
     """Ends the process quietly, with status 0, when the reader of its output leaves.
 
     Without this, Python would end in a traceback, or complain when it flushes the output at its end. A broken pipe
-    other than the output is still an error, and an exit status other than 0 is kept. If the output can't be written for
-    another reason (a full disk), the process ends with one message.
+    other than the output is still an error, and an exit status other than 0 is kept.
 
     Raises:
-      SystemExit: with status 0 when a write failed because the reader had left, with 1 when it failed otherwise.
+      SystemExit: with status 0 when a write failed because the reader had left.
     """
     # Without those that the process was started without.
     streams = [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
@@ -120,21 +116,9 @@ def reader_may_leave() -> Iterator[None]:
         if not any(_reader_has_left(stream) for stream in streams):
             raise
         ended = ended or SystemExit(0)
-    except OSError as error:
-        if error.errno not in _CANNOT_BE_WRITTEN:
-            raise
-        with contextlib.suppress(OSError):
-            print(f"error: {error.filename or 'the output'} can't be written: {error.strerror}", file=sys.stderr)
-        ended = SystemExit(1)
     finally:
         for stream in streams:
-            try:
-                stream.flush()
-                is_gone = _reader_has_left(stream)
-            except OSError:
-                is_gone = True
-            if is_gone:
-                _drop(stream)
+            _leave_nothing(stream)
     if ended is not None:
         raise ended
 
@@ -153,9 +137,6 @@ class _Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
 
-    def write(self, text: str) -> int:
-        raise NotImplementedError
-
     def writelines(self, lines: Iterator[str]) -> None:
         for line in lines:
             self.write(line)
@@ -173,34 +154,27 @@ class _Lasting(_Wrapped):
     """A text stream whose writes never raise `OSError`."""
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self.rich_proxied_file.write(text))
+        with contextlib.suppress(OSError):
+            self.rich_proxied_file.write(text)
         return len(text)
 
     def flush(self) -> None:
-        self._attempt(self.rich_proxied_file.flush)
-
-    def finish(self) -> None:
-        """Leaves nothing in the buffer that the interpreter would fail to write when it ends."""
-        try:
+        with contextlib.suppress(OSError):
             self.rich_proxied_file.flush()
-        except OSError:
-            _drop(self.rich_proxied_file)
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except OSError as error:
-            if error.errno in _GONE_FOR_GOOD:
-                _drop(self.rich_proxied_file)
 
 
-def _drop(stream: TextIO) -> None:
-    """Drops what is buffered, and all that follows."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+def _leave_nothing(stream: TextIO) -> None:
+    """Leaves nothing in the buffer that the interpreter would fail to write when it ends."""
+    try:
         stream.flush()
+        is_gone = _reader_has_left(stream)
+    except OSError:
+        is_gone = True
+    if is_gone:
+        with contextlib.suppress(OSError):
+            descriptor = stream.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            stream.flush()
 
 
 def _reader_has_left(stream: TextIO) -> bool:

@@ -243,17 +243,14 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(pretrained, trained,
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [],
-            "--workdir DIR is missing; for example: python -m trainer.export --workdir runs/smoke --output",
-        ),
-        (["--workdir", "x"], "--output DIR is missing; for example: "),
-        (["--out", "x"], "unknown option --out; did you mean --output?"),
-        (["--workdir", "x", "--output", "y", "--dtype", "float16"], "invalid choice 'float16' for argument '--dtype'"),
+        ("", "--workdir DIR is missing; for example: python -m trainer.export --workdir runs/smoke --output"),
+        ("--workdir x", "--output DIR is missing; for example: "),
+        ("--out x", "unknown option --out; did you mean --output?"),
+        ("--workdir x --output y --dtype float16", "invalid choice 'float16' for argument '--dtype'"),
     ],
 )
 def test_mistakes_in_the_command_are_told(arguments, message, capsys):
-    assert main(arguments) == 2
+    assert main(arguments.split()) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
 
 

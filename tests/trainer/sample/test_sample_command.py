@@ -303,30 +303,21 @@ def test_files_of_ids_need_a_tokenizer(workdir, sample):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--workdir DIR is missing; for example: python -m trainer.sample --workdir runs/smoke --prompt"),
-        (["--workdir", "x"], '--prompt TEXT is missing; --prompt "" begins a document'),
-        (["--workdir", "x", "--promt", "y"], "unknown option --promt; did you mean --prompt?"),
-        (["--workdir", "x", "--prompt"], "--prompt: expected at least one argument"),
-        (
-            ["--workdir", "x", "--prompt", "y", "--temperature", "hot"],
-            "--temperature: could not convert string to float",
-        ),
-        (["--workdir", "x", "--prompt", "y", "--top-p", "2"], "top_p=2.0 must be more than 0 and at most 1"),
-        (["--workdir", "x", "--prompt", "y", "--num-tokens", "0"], "num_tokens=0 must be at least 1"),
-        (["--workdir", "x", "--prompt", "y", "--seed", "-1"], "seed=-1 must be an integer from 0 to 2^32 - 1"),
-        (
-            ["--workdir", "x", "--prompt", "y", "--implementation", "flash"],
-            "implementation='flash' is no backend of at",
-        ),
-        (
-            ["--workdir", "x", "--prompt", "y", "--decode-implementation", "cudnn"],
-            "decode_implementation='cudnn' is no backend of decoding",
-        ),
+        ("", "--workdir DIR is missing; for example: python -m trainer.sample --workdir runs/smoke --prompt"),
+        ("--workdir x", '--prompt TEXT is missing; --prompt "" begins a document'),
+        ("--workdir x --promt y", "unknown option --promt; did you mean --prompt?"),
+        ("--workdir x --prompt", "--prompt: expected at least one argument"),
+        ("--workdir x --prompt y --temperature hot", "--temperature: could not convert string to float"),
+        ("--workdir x --prompt y --top-p 2", "top_p=2.0 must be more than 0 and at most 1"),
+        ("--workdir x --prompt y --num-tokens 0", "num_tokens=0 must be at least 1"),
+        ("--workdir x --prompt y --seed -1", "seed=-1 must be an integer from 0 to 2^32 - 1"),
+        ("--workdir x --prompt y --implementation flash", "implementation='flash' is no backend of at"),
+        ("--workdir x --prompt y --decode-implementation cudnn", "decode_implementation='cudnn' is no backend of deco"),
     ],
 )
 def test_a_mistyped_command_is_told_in_one_sentence(arguments, message):
     with pytest.raises(UserMistake) as caught:
-        parse_command_line(arguments)
+        parse_command_line(arguments.split())
     assert str(caught.value).startswith(message)
     assert not set("╭│╰─\n") & set(str(caught.value))
 
