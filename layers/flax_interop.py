@@ -171,24 +171,6 @@ class FlaxAttention:
         )
         return out.reshape(*batch, *out.shape[1:])
 
-    @staticmethod
-    def _refuse_unsupported(arguments: dict[str, Any]) -> None:
-        reasons = {
-            "bias": NO_BIAS,
-            "module": "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False",
-            "precision": "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other "
-            "algorithm; leave precision=None in the module and, for the matmuls around them, set "
-            "jax.default_matmul_precision",
-            "promote_dtype": "types are promoted by jnp.result_type; set the module's dtype instead",
-            "einsum_dot_general": "the kernels have no einsum to replace; leave it out",
-            "qk_attn_weights_einsum": "the kernels have no einsum to replace; leave it out",
-            "attn_weights_value_einsum": "the kernels have no einsum to replace; leave it out",
-            "input_positions": "rotary embedding isn't part of this function; use layers.Attention, which has it",
-        }
-        for name, value in arguments.items():
-            if value is not None:
-                raise ValueError(f"attention_fn can't honour {name}={_brief(value)}: {reasons[name]}")
-
 
 def _check_decoding(mask: Mask, query_length: int, key_length: int) -> None:
     # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.

@@ -100,9 +100,7 @@ def train(
             loop.close()
 
 
-def prepare(
-    config: TrainConfig, on_progress: Callable[[str], None], peers: Peers | None = None
-) -> tuple[Setup, ...]:
+def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peers | None = None) -> tuple[Setup, ...]:
     """Opens the data, makes mesh and plan, and builds the step functions, in the order that finds mistakes soonest.
 
     Nothing is compiled yet. `on_progress` is called with a line about work that takes long. All `peers` must be at it.

@@ -104,7 +104,16 @@ def _find_newest(folder: Path, chosen: int | None) -> FoundCheckpoint | None:
             tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
             return FoundCheckpoint(
-                path, step, tokenizer, delimiters, metadata.config_history, metadata.data, tuple(damaged), chosen == step, digest, hold
+                path,
+                step,
+                tokenizer,
+                delimiters,
+                metadata.config_history,
+                metadata.data,
+                tuple(damaged),
+                chosen == step,
+                digest,
+                hold,
             )
         damaged.append(Damaged(path, reason))
     if damaged:

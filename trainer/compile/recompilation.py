@@ -91,9 +91,7 @@ class RecompilingFunction:
     6
     """
 
-    def __init__(
-        self, jitted: Any, *args: Any, name: str, on_recompile: OnRecompile, lowering: Lowering | None = None
-    ):
+    def __init__(self, jitted: Any, *args: Any, name: str, on_recompile: OnRecompile, lowering: Lowering | None = None):
         self._jitted, self._name, self._on_recompile = jitted, name, on_recompile
         self._parameters = list(inspect.signature(jitted).parameters)
         self.is_compiling = False
@@ -118,9 +116,7 @@ class RecompilingFunction:
         self._latest = program
         return program.compiled(*args)
 
-    def _compile(
-        self, args: tuple[Any, ...], lowering: Lowering | None = None
-    ) -> tuple[_Program, CompileReport]:
+    def _compile(self, args: tuple[Any, ...], lowering: Lowering | None = None) -> tuple[_Program, CompileReport]:
         self.is_compiling = True
         try:
             lowering = lower_in_stages(self._jitted, *args) if lowering is None else lowering

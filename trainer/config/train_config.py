@@ -13,7 +13,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from kernels import Mask
 from kernels.collectives import Collectives
@@ -401,8 +401,10 @@ class Phase:
         Raises:
           ValueError: it is no model.
         """
-        own = {"masks": self.masks, "remat": self.remat}
-        model = replace(model, **{name: value for name, value in own.items() if value is not None})
+        if self.masks is not None:
+            model = replace(model, masks=self.masks)
+        if self.remat is not None:
+            model = replace(model, remat=self.remat)
         rope = {"rope_base": self.rope_base, "rope_scaling": self.rope_scaling}
         rope = {name: value for name, value in rope.items() if value is not None}
         return model.with_rope(only_global=self.rope_layers == "global", **rope) if rope else model
@@ -430,7 +432,8 @@ class Phase:
             )
 
 
-class RunPhase(NamedTuple):
+@dataclass(frozen=True)
+class RunPhase:
     """A phase of a run: its settings, and its place in the run."""
 
     index: int
@@ -540,7 +543,8 @@ class TrainConfig:
         """
         if not self.phases:
             return (RunPhase(0, self, 0, self.num_steps, 0, "carry"),)
-        config, ends, configs = replace(self, phases=()), [0], []
+        config, ends = replace(self, phases=()), [0]
+        configs: list[TrainConfig] = []
         for index, phase in enumerate(self.phases):
             try:
                 phase.check_follows(config)
@@ -580,8 +584,8 @@ class TrainConfig:
 
     def _in_phase(self, phase: Phase) -> TrainConfig:
         """The settings in a phase that follows one with these. `num_steps` is a long one, until lengths are known."""
-        own = {name: getattr(phase, name) for name in ("sequence_length", "batch_size", "gradient_accumulation", "mesh")}
-        own |= {"optimizer": phase.optimizer}
+        names = ("sequence_length", "batch_size", "gradient_accumulation", "mesh", "optimizer")
+        own: dict[str, Any] = {name: getattr(phase, name) for name in names}
         if phase.keep_documents_apart is not None:
             own["data"] = replace(self.data, keep_documents_apart=phase.keep_documents_apart)
         own = {name: value for name, value in own.items() if value is not None}

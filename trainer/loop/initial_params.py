@@ -38,9 +38,7 @@ from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 
-def load_initial_state(
-    setup: Setup, console: Console, peers: Peers
-) -> tuple[TrainState, dict[str, Any]]:
+def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[TrainState, dict[str, Any]]:
     """Reads the state of another run, for a fresh run with `init_optimizer="carry"`.
 
     Args:
@@ -70,9 +68,7 @@ def load_initial_state(
             f"init_optimizer='carry': the moments in {str(folder)!r} are of {held.optimizer.kind}, and "
             f"optimizer.kind={config.optimizer.kind!r}; set it to that, or leave init_optimizer out"
         )
-    model = dataclasses.replace(
-        config.model, masks=held.model.masks, layer_overrides=held.model.layer_overrides
-    )
+    model = dataclasses.replace(config.model, masks=held.model.masks, layer_overrides=held.model.layer_overrides)
     layout = dataclasses.replace(config, model=model)
     abstract = make_step_functions(layout, functions.mesh).abstract_state
     checkpoint, state = restore_state(saved.checkpoint, abstract)
@@ -96,11 +92,10 @@ def load_initial_state(
 
 def is_same_data(theirs: Any, ours: dict[str, Any]) -> bool:
     """True if the place in another run's data is one in this run's: the same documents, in the same order."""
-    streams = [state.get("stream") if isinstance(state, dict) else None for state in (theirs, ours)]
-    if not all(isinstance(stream, dict) for stream in streams):
+    stream = theirs.get("stream") if isinstance(theirs, dict) else None
+    if not isinstance(stream, dict):
         return False
-    other, own = ({name: value for name, value in stream.items() if name != "sequence_length"} for stream in streams)
-    return bool(other == own)
+    return stream | {"sequence_length": None} == ours["stream"] | {"sequence_length": None}
 
 
 class InitialParams(NamedTuple):

@@ -96,7 +96,7 @@ def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: Con
             for phase in phases
         ]
         lines.append(
-            f"the learning rate follows the new schedule of {phases[1].config.num_steps} steps as if it had been so from "
-            f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
+            f"the learning rate follows the new schedule of {phases[1].config.num_steps} steps as if it had been so "
+            f"from the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
     return lines

@@ -141,8 +141,10 @@ def test_the_model_of_a_checkpoint_is_that_of_its_phase(finished):
 
 def test_fresh_moments_begin_at_zero(base, finished):
     """The moments of the last phase hold the gradients of its own steps alone: Adam has counted them."""
-    counts = {step: [int(leaf) for name, leaf in read_state(finished, step).items() if "[1]" in name and "count" in name]
-              for step in (4, 6)}
+    counts = {
+        step: [int(leaf) for name, leaf in read_state(finished, step).items() if "[1]" in name and "count" in name]
+        for step in (4, 6)
+    }
     assert counts == {4: [4], 6: [2]}
 
 
@@ -212,9 +214,17 @@ def test_a_step_of_a_phase_is_the_step_of_a_run_without(phased):
     texts = []
     for functions in (
         make_step_functions(phase.config, mesh),
-        make_step_functions(dataclasses.replace(phased, phases=(), **{
-            "model": phase.config.model, "sequence_length": 64, "batch_size": 2, "num_steps": phase.config.num_steps,
-        }), mesh),
+        make_step_functions(
+            dataclasses.replace(
+                phased,
+                phases=(),
+                model=phase.config.model,
+                sequence_length=64,
+                batch_size=2,
+                num_steps=phase.config.num_steps,
+            ),
+            mesh,
+        ),
     ):
         texts.append(functions.train_step.lower(functions.abstract_state, functions.abstract_batch).as_text())
     assert texts[0] == texts[1]
