@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
@@ -168,7 +167,7 @@ def attempt(
     over = ending or threading.Event()
     this = Attempt(config, workdir, command, TimeAccount(started), over, membership, owns_process)
     # Outermost, so that this run still answers signals while its end is being recorded.
-    with this.stop, draining_event_loops():
+    with this.stop:
         try:
             with explained(config, command, this.record):
                 yield this

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.config.file import load_config
 from trainer.errors import UserMistake
 from trainer.launch.signals import StopRequest
@@ -159,10 +157,3 @@ def test_a_second_ctrl_c_is_recorded_as_a_stop(config, tmp_path):
         raise KeyboardInterrupt
     record = json.loads(workdir.record.read_text())
     assert (record["status"], record["message"]) == ("preempted", "left at once by Ctrl-C, without saving")
-
-
-def test_the_event_loops_are_others_again_after_a_run():
-    before = asyncio.get_event_loop_policy()
-    with draining_event_loops():
-        assert asyncio.get_event_loop_policy() is not before
-    assert asyncio.get_event_loop_policy() is before
