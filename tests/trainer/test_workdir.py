@@ -198,14 +198,6 @@ def test_files_that_cannot_be_read_are_set_aside(workdir, start, monkeypatch):
     assert started.record["attempts"] == []
 
 
-def test_event_files_of_another_kind_are_left_alone(workdir, start):
-    odd = workdir / "tensorboard" / "events.out.tfevents.0999999999.flax-longcontext"
-    odd.mkdir()
-    os.mkfifo(workdir / "tensorboard" / "events.out.tfevents.2999999999.flax-longcontext")
-    assert start(workdir).loop.progress.step == 15
-    assert odd.is_dir()
-
-
 def replace(path: Path, kind: str) -> None:
     """Puts something of another kind in a place."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -9,18 +9,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, unfinished: Path | None = None) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Writes a file. A kill or a power cut at any moment leaves either the old content or the new.
 
     Args:
       path: the file.
       content: text is written as UTF-8, an iterable piece by piece.
-      unfinished: the file in the same folder that is written first; by default `NAME.tmp`.
 
     Raises:
       OSError: it can't be written; the file is as it was.
     """
-    unfinished = unfinished or path.with_name(f"{path.name}.tmp")
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
         if unfinished.is_dir() and not unfinished.is_symlink():
             set_aside(unfinished, "foreign")

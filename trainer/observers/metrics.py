@@ -6,8 +6,7 @@ differs were measured on other sequences, or in another way. A value that isn't 
 `recompile_s` stands only in the line of a step that waited for a program to be compiled again: the seconds that it
 waited. `time` is when the line was logged, in Unix seconds.
 
-This file is the run's one log. An attempt cuts off what lies after the step that it resumes from, and makes
-TensorBoard's files anew from the lines that remain. On a full disk lines wait in memory (`trainer/files/log_file.py`):
+An attempt cuts off what lies after the step that it resumes from. On a full disk lines wait in memory (`trainer/files/log_file.py`):
 a process that is killed then loses them.
 """
 
@@ -88,14 +87,13 @@ class MetricsFile(Observer):
     def observe(self, event: Event) -> None:
         match event:
             case Start(entries=entries):
-                self._log = AppendedLog(self._path, lambda: map(_to_line, entries), self._console)
+                self._log = AppendedLog(self._path, self._console, lambda: map(_to_line, entries))
             case LogWindow():
-                self.write(event.entries)
+                self._write(event.entries)
             case Evaluated():
-                self.write([event.entry])
+                self._write([event.entry])
 
-    def write(self, entries: Iterable[LogEntry]) -> None:
-        """Appends entries. The operating system then has them, whatever becomes of this process."""
+    def _write(self, entries: Iterable[LogEntry]) -> None:
         assert self._log is not None, "written before the start"
         self._log.append(*map(_to_line, entries))
 
