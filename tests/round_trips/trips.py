@@ -111,7 +111,7 @@ def _judge_run(case: Case, source: Source, rng: np.random.Generator) -> Verdict:
     assert config_from_huggingface(output) == model
     params = _read(case, output, config.model, rng)
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
-    _, expected = restore_params(open_saved_run(workdir, setting="--workdir").checkpoint, abstract)
+    expected = restore_params(open_saved_run(workdir, setting="--workdir").checkpoint, abstract)
     return _compare(*({path: np.asarray(leaf) for path, leaf in flat(tree).items()} for tree in (params, expected)))
 
 

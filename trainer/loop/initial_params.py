@@ -118,7 +118,7 @@ def _load_checkpoint(
             parameter_shardings(parameter_shapes(layout), functions.mesh),
         )
     with console.working("loading parameters"):
-        checkpoint, params = restore_params(saved.checkpoint, abstract)
+        params = restore_params(saved.checkpoint, abstract)
         if restacked:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
             stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
@@ -128,5 +128,5 @@ def _load_checkpoint(
         began_as |= read_origin(folder)
     except UserMistake as damaged:
         console.warning(f"{damaged}; an export won't know it")
-    origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
+    origin = {"checkpoint": str(saved.checkpoint.path), "step": saved.checkpoint.step, "sha256": saved.checkpoint.digest}
     return params, origin | began_as

@@ -36,18 +36,14 @@ class TrainedRun:
         stretch = self.model.rope_scaling.factor / self.config.model.rope_scaling.factor
         return int(self.config.sequence_length * max(stretch, 1.0))
 
-    def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
+    def restore_params(self, device: jax.Device) -> Any:
         """Reads the model's parameters onto one device.
-
-        Returns:
-          This run, with a newer checkpoint if the run has removed the one that was found; and its parameters.
 
         Raises:
           TrainingFailed: the checkpoint can't be read.
         """
         abstract = abstract_params(self.model, jax.sharding.SingleDeviceSharding(device))
-        checkpoint, params = restore_params(self.checkpoint, abstract)
-        return dataclasses.replace(self, checkpoint=checkpoint), params
+        return restore_params(self.checkpoint, abstract)
 
 
 def open_run(

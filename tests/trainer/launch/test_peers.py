@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trainer.checkpoints.shared_save import SharedSave
+from trainer.checkpoints.training_state import SharedSave
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.launch.agreement import require_same, require_shared
 from trainer.launch.peer_watch import Farewell, PeerWatch
@@ -142,7 +142,7 @@ def test_a_part_of_a_save_that_fails_in_one_process_fails_in_all(three):
         assert isinstance(failure, TrainingFailed)
         assert "process 1: OSError: [Errno 28] No space left on device" in str(failure)
     # A process that is still at a barrier of Orbax's learns it there.
-    barrier = in_each(three[:1], lambda each: saves[0].barrier("async_write_complete", 60))[0]
+    barrier = in_each(three[:1], lambda each: saves[0].barrier(key="async_write_complete", timeout_ms=60_000))[0]
     assert isinstance(barrier, OutOfTouchError)
 
 

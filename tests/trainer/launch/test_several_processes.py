@@ -198,7 +198,7 @@ def test_one_process_exports_what_two_have_saved(start_two, tmp_path):
     assert export_main(["--workdir", str(workdir), "--output", str(output)]) == 0
     saved = open_saved_run(workdir, setting="--workdir")
     device = SingleDeviceSharding(jax.devices()[0])
-    _, params = restore_params(saved.checkpoint, abstract_params(saved.config.model, device))
+    params = restore_params(saved.checkpoint, abstract_params(saved.config.model, device))
     jax.tree.map(np.testing.assert_array_equal, read_params(output, saved.config.model), params)
 
 

@@ -103,7 +103,7 @@ def test_a_watchdog_that_is_turned_off_starts_no_thread():
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    ("fault", "name", "place"), [("hang-step", "a step", "run_window"), ("hang-save", "a save", "_finish_inside")]
+    ("fault", "name", "place"), [("hang-step", "a step", "run_window"), ("hang-save", "a save", "_finish")]
 )
 def test_a_run_that_hangs_ends_with_70_its_stacks_and_a_record(trainer_command, tmp_path, read_run, fault, name, place):
     limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
