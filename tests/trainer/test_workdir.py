@@ -89,7 +89,6 @@ def start() -> Iterator[Callable[[Path], Started]]:
     def run(path: Path) -> Started:
         console, account = Watched(), TimeAccount(time.perf_counter())
         workdir = claim_workdir(path, CONFIG)
-        console.notes += workdir.notes
         record = RunRecord(workdir.record, ["command"], time.time(), account, console)
         zeros = jnp.zeros(3)
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
@@ -148,7 +147,7 @@ def test_the_lock_is_for_its_owner_alone(tmp_path):
     assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
 def test_a_lock_that_is_not_a_file_is_refused(tmp_path, kind):
     lock, elsewhere = tmp_path / "run" / ".lock", tmp_path / "elsewhere"
     lock.parent.mkdir()
@@ -159,8 +158,6 @@ def test_a_lock_that_is_not_a_file_is_refused(tmp_path, kind):
             lock.symlink_to(elsewhere)
         case "folder":
             lock.mkdir()
-        case "pipe":
-            os.mkfifo(lock)
     with pytest.raises(UserMistake, match=r"/run/\.lock .*; remove it$"):
         claim_workdir(lock.parent, CONFIG)
     assert [path.name for path in lock.parent.iterdir()] == [".lock"]
@@ -188,16 +185,6 @@ def test_what_lies_where_a_file_is_written_first_is_not_written_to(tmp_path, kin
     assert names == {"record.json", "elsewhere"} | ({"record.json.tmp.foreign"} if kind == "folder" else set())
 
 
-def test_files_that_cannot_be_read_are_set_aside(workdir, start, monkeypatch):
-    access = os.access  # to root everything is readable
-    monkeypatch.setattr(
-        "trainer.workdir.os.access", lambda path, mode: path.name != "record.json" and access(path, mode)
-    )
-    started = start(workdir)
-    assert f"{workdir}/record.json is not a file that can be read; it is now record.json.damaged" in started.notes
-    assert started.record["attempts"] == []
-
-
 def replace(path: Path, kind: str) -> None:
     """Puts something of another kind in a place."""
     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -221,20 +208,15 @@ def test_an_undamaged_workdir_resumes_without_a_word(workdir, start):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, kind) for name in ("record.json", "metrics.jsonl") for kind in ("folder", "pipe", "dangling link")]
-    + [("tensorboard", kind) for kind in ("file", "pipe", "dangling link")],
+    [(name, kind) for name in ("record.json", "metrics.jsonl", "config.json") for kind in ("folder", "pipe")]
+    + [(name, kind) for name in ("checkpoints", "tensorboard") for kind in ("file", "pipe", "dangling link")],
 )
-def test_what_is_of_another_kind_is_set_aside(workdir, start, name, kind):
-    replace(workdir / name, kind)
-    before = os.lstat(workdir / name)
-    (workdir / f"{name}.damaged").write_text("an earlier one")
-    started = start(workdir)
-    expected = "a folder" if name == "tensorboard" else "a file"
-    assert f"{workdir / name} is not {expected} that can be read; it is now {name}.damaged-2" in started.notes
-    assert os.path.samestat(os.lstat(workdir / f"{name}.damaged-2"), before)
-    assert (workdir / f"{name}.damaged").read_text() == "an earlier one"
-    assert started.loop.progress.step == 15
-    assert started.record["step"] == 10
+def test_what_is_of_another_kind_is_refused_and_left_alone(tmp_path, name, kind):
+    replace(tmp_path / name, kind)
+    expected = "a folder" if name in ("checkpoints", "tensorboard") else "a file that can be read"
+    with pytest.raises(UserMistake, match=f"{name} is not {expected}; put the run's own back, move it elsewhere, or"):
+        claim_workdir(tmp_path, CONFIG)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", name}
 
 
 @pytest.mark.parametrize(
@@ -362,35 +344,15 @@ def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad)
 
 @pytest.mark.parametrize(
     "content",
-    [None, b"", b"null", b"[]", b"{}", b"{", b"\xff", b"[" * 100_000, b'{"name": {"name": ' * 400, "folder", "pipe"]
+    [None, b"", b"null", b"[]", b"{}", b"{", b"\xff", b"[" * 100_000, b'{"name": {"name": ' * 400]
     + [b'{"name": "x", "model": {}, "num_steps": 5, "mesh": %s}' % odd for odd in (b"3", b"[]", b'{"data": []}')],
 )
 def test_checkpoints_whose_config_cannot_be_read_are_left_alone(tmp_path, content):
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
-    if isinstance(content, str):
-        replace(tmp_path / "config.json", content)
-    elif content is not None:
+    if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserMistake, match=r"holds checkpoints, but no readable config\.json to tell whose: .*--work"):
         claim_workdir(tmp_path, CONFIG)
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling link"])
-def test_a_config_of_another_kind_is_set_aside_where_nothing_has_been_trained(tmp_path, kind):
-    replace(tmp_path / "config.json", kind)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "note.txt").write_text("mine")
-    workdir = claim_workdir(tmp_path, CONFIG)
-    assert workdir.notes == (f"{tmp_path}/config.json is not a file that can be read; it is now config.json.damaged",)
-    assert json.loads(workdir.config.read_text()) == config_to_json(CONFIG)
-
-
-@pytest.mark.parametrize("kind", ["file", "pipe", "dangling link"])
-def test_checkpoints_that_are_not_a_folder_are_not_written_over(tmp_path, kind):
-    replace(tmp_path / "checkpoints", kind)
-    with pytest.raises(UserMistake, match="checkpoints is not a folder, or a link to one that isn't there; put the"):
-        claim_workdir(tmp_path, CONFIG)
-    assert {path.name for path in tmp_path.iterdir()} == {".lock", "checkpoints"}
 
 
 def test_a_config_that_an_earlier_version_wrote_lacks_fields(tmp_path):

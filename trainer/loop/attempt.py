@@ -53,8 +53,6 @@ class Attempt:
         is_first = self.peers.is_first
         self.console = Console() if is_first else QuietConsole(f"process {self.peers.index}")
         self.console.description(config.description)
-        for note in workdir.notes:
-            self.console.warning(note)
         started_at = time.time() - account.total()
         self.record = RunRecord(
             workdir.record if is_first else None,
