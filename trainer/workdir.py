@@ -18,8 +18,7 @@ from trainer.config.resume_changes import refuse_other_run
 from trainer.errors import UserMistake
 from trainer.files.atomic import write_atomically
 from trainer.files.paths import refuse_unusual, refuse_url
-from trainer.launch.agreement import require_shared
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_shared
 
 _LOCK = ".lock"
 

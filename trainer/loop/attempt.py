@@ -14,10 +14,9 @@ from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.family import describe_export
-from trainer.launch.membership import ALONE, Membership
-from trainer.launch.peer_watch import Farewell
+from trainer.launch.membership import ALONE, Farewell, Membership
 from trainer.launch.process_exit import INTERRUPTED, PREEMPTED, STALLED, leave, print_stacks, write_stacks
-from trainer.launch.shared_stop import SharedStopRequest
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
@@ -63,8 +62,8 @@ class Attempt:
             last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
         self._owns_process = owns_process
-        self.stop = SharedStopRequest(
-            self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch, owns_process=owns_process
+        self.stop = StopRequest(
+            self._on_stop_signal, self._on_second_ctrl_c, membership, owns_process=owns_process
         )
         membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None

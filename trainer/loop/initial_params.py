@@ -23,8 +23,7 @@ from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
-from trainer.launch.agreement import require_same
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_same
 from trainer.loop.origin import read_origin
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import StepFunctions

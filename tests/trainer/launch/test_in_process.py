@@ -115,12 +115,13 @@ def wait_until(condition) -> None:
 def test_the_first_ctrl_c_asks_and_the_second_raises():
     before = signal.getsignal(signal.SIGINT)
     told = []
-    with pytest.raises(KeyboardInterrupt), StopRequest(told.append, owns_process=False) as stop:  # noqa: PT012
+    request = StopRequest(lambda *signal: told.append(signal), owns_process=False)
+    with pytest.raises(KeyboardInterrupt), request as stop:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: stop.requested and told)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0)
-        assert told == ["SIGTERM"]
+        assert told == [("SIGTERM", None)]
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: False)
     assert signal.getsignal(signal.SIGINT) is before
@@ -130,7 +131,7 @@ def test_a_thread_heeds_no_signals_and_leaves_them_alone():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def enter():
-        with StopRequest(lambda name: None, owns_process=False) as stop:
+        with StopRequest(lambda *_: None, owns_process=False) as stop:
             seen.append((signal.getsignal(signal.SIGINT), stop.requested))
 
     thread = threading.Thread(target=enter)

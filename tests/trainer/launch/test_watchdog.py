@@ -5,7 +5,10 @@ import re
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,12 +27,12 @@ class Run:
         self.account, self.times, self.told = TimeAccount(time.perf_counter()), StepTimes(), []
         self.watchdog = Watchdog(config, self.account, self.times.typical_step_s, self.told.append)
         self.now = 0.0
-        self.watchdog.watch.look(self.now)
+        self.watchdog.look(self.now)
 
     def take(self, seconds: float) -> None:
         for _ in range(round(2 * seconds)):
             self.now += 0.5
-            self.watchdog.watch.look(self.now)
+            self.watchdog.look(self.now)
 
 
 def test_a_step_hangs_when_it_takes_ten_times_the_median():
@@ -95,10 +98,36 @@ def test_what_is_not_watched_may_take_as_long_as_it_takes():
     assert not run.told
 
 
+def test_after_a_sleep_and_while_compiling_nothing_is_late():
+    run = Run()
+    with run.account.measure("step"):
+        run.take(150)
+        run.now += 3600  # SIGSTOP, or a laptop's lid: a second counts at most
+        run.take(45)
+        run.watchdog._is_compiling = lambda: True
+        run.take(10_000)
+        run.watchdog._is_compiling = lambda: False
+        run.take(2)
+        assert not run.told
+        run.take(5)
+        assert len(run.told) == 1
+        run.take(1000)
+        assert len(run.told) == 1, "each is told of once"
+
+
+def test_the_thread_looks_by_itself():
+    run = Run(WatchdogConfig(factor=2.0, min_seconds=0.5, first_seconds=0.5))
+    with run.watchdog.watching(lambda: False), run.account.measure("step"):
+        deadline = time.monotonic() + 30
+        while not run.told:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_a_watchdog_that_is_turned_off_starts_no_thread():
     run = Run(WatchdogConfig(enabled=False))
     with run.watchdog.watching(lambda: False):
-        assert not run.watchdog.watch.is_running
+        assert not any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
 @pytest.mark.sample(1)
@@ -165,3 +194,21 @@ def test_a_process_that_is_stopped_ends_the_other_within_half_a_minute(trainer_c
     assert record["status"] == "failed"
     assert re.match(r"process 1 \(.*\) is gone: no sign of life for 12 s ", record["message"])
     assert f"error: {record['message']}\n" in stopped.errors
+
+
+def test_last_words_that_hang_keep_nobody(tmp_path):
+    """One word is said, one waits for ever, and the main thread is stuck inside C, where Python can't interrupt it."""
+    script = (
+        "import ctypes, threading, trainer.launch.process_exit as words\n"
+        "words._LAST_WORDS_S = 1.0\n"
+        "said = lambda: print('said', flush=True)\n"
+        "leave = lambda: words.leave(70, said, threading.Event().wait, lambda: words.print_stacks('why'))\n"
+        "threading.Timer(0.2, leave).start()\n"
+        "libc = ctypes.CDLL(None)\n"
+        "while True: libc.sleep(30)"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (70, "said\n")
+    assert done.stderr.startswith("why\n")
+    assert 'File "<string>", line 7 in <module>' in done.stderr, "where the main thread is stuck"

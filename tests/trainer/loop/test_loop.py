@@ -256,7 +256,7 @@ def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     script = (
         "import ctypes, os, time; from trainer.launch.signals import StopRequest\n"
         "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
-        "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
+        "with StopRequest(lambda name, _: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
         f"    {before}\n"
         "    os.write(1, b'ready\\n'); ctypes.PyDLL(None); libc = ctypes.CDLL(None)\n"
         "    while True: libc.sleep(30)"
