@@ -1,6 +1,6 @@
 """The matrix of round trips: which models go into shards and back, in which dtypes, on which meshes of eight devices.
 
-A case's text says all of it: `Case.parse(str(case))` is the case again, with the same folder and the same shards.
+A case says all of it: an equal one has the same folder and the same shards.
 """
 
 from __future__ import annotations
@@ -57,17 +57,6 @@ class Case:
     placement: str
     mesh: tuple[int, ...]
     seed: int
-
-    def __str__(self) -> str:
-        values = vars(self) | {"mesh": "x".join(map(str, self.mesh))}
-        return " ".join(f"{name}={value}" for name, value in values.items())
-
-    @staticmethod
-    def parse(text: str) -> Case:
-        """The case whose text this is."""
-        values = dict(part.split("=") for part in text.split())
-        mesh, seed = tuple(map(int, values.pop("mesh").split("x"))), int(values.pop("seed"))
-        return Case(**values, mesh=mesh, seed=seed)
 
 
 def whole_matrix(seed: int) -> Iterator[Case]:
