@@ -166,7 +166,7 @@ def trainer_command(tmp_path_factory) -> TrainerCommand:
 def read_tensorboard():
     """Reads a folder of event files as TensorBoard does: {tag: {step: value}}, numbers and texts alike.
 
-    With `wall_times`, {tag: {step: Unix time}}. Checksums must be right, and no point but a program's may be there twice.
+    With `wall_times`, {tag: {step: Unix time}}. Checksums must be right, and no point of a curve may be there twice.
     """
 
     def read(folder: Path, *, wall_times: bool = False) -> dict[str, dict[int, float | str]]:

@@ -297,7 +297,9 @@ class Checkpoints:
         # With its processes named, Orbax meets through the coordination service; otherwise by a collective, which would
         # wait for the steps' collectives, and they for it.
         return ocp.StandardCheckpointer(
-            async_options=ocp.options.AsyncOptions(timeout_secs=_SAVED_WITHIN_S, barrier_sync_fn=lambda **barrier: self._share.barrier(**barrier)),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=_SAVED_WITHIN_S, barrier_sync_fn=lambda **barrier: self._share.barrier(**barrier)
+            ),
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=set(range(self._peers.count))),
         )
 

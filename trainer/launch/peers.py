@@ -122,7 +122,8 @@ class Peers:
                 return self._table.blocking_key_value_get(f"{_ROOT}/{key}", int(_LOOK_EVERY_S * 1000))
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise OutOfTouchError(f"{self.name(0)} can't be reached any more: {str(error).partition(chr(10))[0]}") from error
+                    reason = str(error).split("\n", 1)[0]
+                    raise OutOfTouchError(f"{self.name(0)} can't be reached any more: {reason}") from error
             if unless is not None and (spoken := self.posted(unless)):
                 raise OutOfTouchError(f"{self.name(min(spoken))} has given up")
             if time.monotonic() > deadline:

@@ -124,7 +124,9 @@ class Watchdog:
             typical_s = self._typical_s(kind)
             if seconds > (self._config.first_seconds if typical_s is None else self._config.factor * typical_s):
                 self._since[each] = math.inf
-                usual = "and none was done before" if typical_s is None else f"where {format_seconds(typical_s)} is usual"
+                usual = (
+                    "and none was done before" if typical_s is None else f"where {format_seconds(typical_s)} is usual"
+                )
                 self._on_stall(f"stalled: {_NAMES[kind]} has taken {format_seconds(seconds)}, {usual}")
 
     def _typical_s(self, kind: str) -> float | None:

@@ -62,9 +62,7 @@ class Attempt:
             last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
         self._owns_process = owns_process
-        self.stop = StopRequest(
-            self._on_stop_signal, self._on_second_ctrl_c, membership, owns_process=owns_process
-        )
+        self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c, membership, owns_process=owns_process)
         membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""

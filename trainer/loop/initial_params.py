@@ -127,5 +127,9 @@ def _load_checkpoint(
         began_as |= read_origin(folder)
     except UserMistake as damaged:
         console.warning(f"{damaged}; an export won't know it")
-    origin = {"checkpoint": str(saved.checkpoint.path), "step": saved.checkpoint.step, "sha256": saved.checkpoint.digest}
+    origin = {
+        "checkpoint": str(saved.checkpoint.path),
+        "step": saved.checkpoint.step,
+        "sha256": saved.checkpoint.digest,
+    }
     return params, origin | began_as

@@ -99,8 +99,7 @@ def _to_record(event: event_pb2.Event) -> bytes:
 
 def _to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Event]:
     tagged = [
-        {f"compile/{report.name}/{name}": value for name, value in report_scalars(report).items()}
-        for report in reports
+        {f"compile/{report.name}/{name}": value for name, value in report_scalars(report).items()} for report in reports
     ]
     return [_scalars(values, step, time.time()) for values in tagged]
 
