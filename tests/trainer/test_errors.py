@@ -28,11 +28,9 @@ def test_a_long_line_keeps_its_two_ends(error):
     assert str(pickle.loads(pickle.dumps(error(told)))) == told
 
 
-@pytest.mark.parametrize("error", [UserMistake, TrainingFailed])
-def test_so_do_many_lines(error):
-    told = str(error("\n".join(map(str, range(1000))))).split("\n")
-    assert len(told) == 80
-    assert (told[0], told[-1]) == ("0", "999")
+def test_so_do_many_lines():
+    told = str(UserMistake("\n".join(map(str, range(1000))))).split("\n")
+    assert (len(told), told[0], told[-1]) == (80, "0", "999")
     assert "… (921 lines) …" in told
 
 

@@ -5,14 +5,11 @@ Nothing here reads the training state, so nothing here imports JAX or Orbax.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,52 +144,6 @@ def cannot_restore(path: Path, reason: object) -> TrainingFailed:
         f"checkpoint {path} is whole, but this version can't restore it: {reason}\n"
         "use the version that saved it, or move that folder elsewhere to use the checkpoint before it"
     )
-
-
-class Hold:
-    """Keeps a run from removing a checkpoint while it is being read.
-
-    It takes a shared lock on the folder, which needs no permission to write. A run takes the exclusive lock before it
-    removes a checkpoint. On a file system without locks nothing is held; `is_there` tells whether it is still there.
-
-    Args:
-      path: the checkpoint.
-
-    Raises:
-      OSError: it isn't there, or can't be opened.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        self.release = weakref.finalize(self, os.close, self._descriptor)
-        """Releases the lock. May be called again."""
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-
-    def is_there(self) -> bool:
-        """True while the folder that was opened has the checkpoint's name."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
-        except OSError:
-            return False
-
-
-@contextlib.contextmanager
-def claim_for_removal(path: Path) -> Iterator[bool]:
-    """Yields whether nobody holds the checkpoint. If so, nobody can hold it inside."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        is_free = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # without locks, readers whose checkpoint is gone take the next one
-            pass
-        yield is_free
-    finally:
-        os.close(descriptor)
 
 
 def all_damaged(damaged: Sequence[Damaged], remedy: str) -> TrainingFailed:

@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 from trainer.checkpoints.folder import (
     DIGESTS,
     Damaged,
-    Hold,
     all_damaged,
     cannot_restore,
     find_damage,
@@ -43,8 +42,6 @@ class FoundCheckpoint:
     """Newer checkpoints that were passed over."""
     digest: str
     """SHA-256 of its list of digests, and so of the whole checkpoint."""
-    hold: Hold
-    """Keeps its run from removing it, until `restore_params` has read it."""
 
 
 def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None:
@@ -69,23 +66,14 @@ def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None
         if step not in (None, each):
             continue
         path = folder.absolute() / str(each)
-        try:
-            hold = Hold(path)
-        except FileNotFoundError:  # the run has removed it, and so there is a newer one
-            return find_newest(folder, step)
-        except OSError as error:
-            damaged.append(Damaged(path, f"it can't be opened: {error.strerror}"))
-            continue
         reason = find_damage(path)
-        if not hold.is_there():
+        if not path.exists():  # the run has removed it, and so there is a newer one
             return find_newest(folder, step)
         if reason is None:
             metadata = read_metadata(path)
             tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
-            return FoundCheckpoint(
-                path, each, tokenizer, delimiters, metadata.config_history, tuple(damaged), digest, hold
-            )
+            return FoundCheckpoint(path, each, tokenizer, delimiters, metadata.config_history, tuple(damaged), digest)
         damaged.append(Damaged(path, reason))
     if damaged:
         raise all_damaged(damaged, "put a good copy back")
@@ -107,7 +95,7 @@ def _read_tokenizer(path: Path, data: Any) -> tuple[str, tuple[int | None, int |
 
 
 def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
-    """Reads only the model's parameters, and releases the checkpoint.
+    """Reads only the model's parameters.
 
     Args:
       checkpoint: from `find_newest`.
@@ -131,12 +119,10 @@ def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
             if reason_of(error) is not None:
                 raise
             raise _cannot_read(checkpoint, error) from error
-        finally:
-            checkpoint.hold.release()
 
 
 def stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> None:
-    """Has a function read the model's parameters piece by piece, and releases the checkpoint.
+    """Has a function read the model's parameters piece by piece.
 
     Args:
       checkpoint: from `find_newest`.
@@ -162,14 +148,11 @@ def stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callab
         if error.__cause__ is not None and reason_of(error.__cause__) is not None:
             raise error.__cause__ from None
         raise _cannot_read(checkpoint, error) from error
-    finally:
-        checkpoint.hold.release()
 
 
 def _cannot_read(checkpoint: FoundCheckpoint, error: Exception) -> TrainingFailed:
-    if checkpoint.hold.is_there():
+    if checkpoint.path.exists():
         return cannot_restore(checkpoint.path, error)
-    # Only a file system without locks lets the run do so.
     return TrainingFailed(
         f"checkpoint {checkpoint.path} was removed while it was being read; run the same command again to read a "
         "newer one, and raise checkpoint.num_kept if that goes the same way"

@@ -6,7 +6,7 @@
         run.json           step, the data iterator's state, and the config with its changes up to this step
         SHA256SUMS         digests of all the files above; `sha256sum -c SHA256SUMS` checks them by hand
       400.tmp/             one being written, or cut short by a kill
-      200.damaged/         one that fails its digests, set aside when its step was saved again or its removal was due
+      200.damaged/         one that fails its digests, set aside when its step was saved again
       note.txt             anything else isn't the run's, and is left alone; a name that a save needs is freed by a
                            renaming to NAME.foreign
 
@@ -43,7 +43,6 @@ from trainer.checkpoints.folder import (
     Metadata,
     all_damaged,
     cannot_restore,
-    claim_for_removal,
     digests,
     find_damage,
     list_checkpoints,
@@ -125,9 +124,7 @@ class Checkpoints:
 
     Args:
       folder: the run's `checkpoints/`. What earlier kills left half-written in it is removed.
-      num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count. An old checkpoint is
-        verified before it is removed, and set aside instead if it is damaged. If it is being read, a later save removes
-        it.
+      num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count.
       spared: which of the steps that it is given have a checkpoint to be kept beside these. Called in another thread.
       on_note: called with a line about what can't be removed.
       peers: the processes that save and restore together; each must make the same calls. None: this one alone.
@@ -400,24 +397,15 @@ class Checkpoints:
             self._steps = self._steps[-self._num_kept :]
             return
         spared = self._spared(self._steps)
-        for step in self._steps[: -self._num_kept]:
-            if step not in spared and self._remove(self._path(step)):
-                self._steps.remove(step)
-
-    def _remove(self, oldest: Path) -> bool:
-        """Removes a checkpoint; returns False if it is being read, so that a later save has to remove it."""
-        if oldest.is_symlink() or not oldest.is_dir():
-            return True  # somebody has moved it, and a link's target isn't the run's to remove
-        with claim_for_removal(oldest) as is_free:
-            if is_free and find_damage(oldest) is not None:
-                set_aside(oldest, "damaged")
-            elif is_free:
+        for step in [step for step in self._steps[: -self._num_kept] if step not in spared]:
+            oldest = self._path(step)
+            if oldest.is_dir() and not oldest.is_symlink():  # a link's target isn't the run's to remove
                 # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
                 removed = oldest.with_name(f"{oldest.name}.tmp")
                 if os.path.lexists(removed):
                     set_aside(removed, "foreign")
                 shutil.rmtree(oldest.replace(removed))
-            return is_free
+            self._steps.remove(step)
 
 
 def _abstract(state: Any) -> Any:

@@ -21,8 +21,6 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None
     """
     unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        if unfinished.is_dir() and not unfinished.is_symlink():
-            set_aside(unfinished, "foreign")
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # doesn't follow a link
             if isinstance(content, str):

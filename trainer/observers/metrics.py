@@ -6,8 +6,8 @@ differs were measured on other sequences, or in another way. A value that isn't 
 `recompile_s` stands only in the line of a step that waited for a program to be compiled again: the seconds that it
 waited. `time` is when the line was logged, in Unix seconds.
 
-An attempt cuts off what lies after the step that it resumes from. On a full disk lines wait in memory (`trainer/files/log_file.py`):
-a process that is killed then loses them.
+An attempt cuts off what lies after the step that it resumes from. On a full disk lines wait in memory
+(`trainer/files/log_file.py`): a process that is killed then loses them.
 """
 
 from __future__ import annotations

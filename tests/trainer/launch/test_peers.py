@@ -88,13 +88,7 @@ def test_only_process_0_makes_what_is_its_own_to_make(three):
     made = []
     assert in_each(three, lambda each: each.of_first("steps", lambda: made.append(each.index) or "[3]")) == ["[3]"] * 3
     assert made == [0]
-
-
-def test_one_process_needs_no_service():
-    alone = Peers()
-    assert alone.exchange("anything", "word") == ["word"]
-    assert alone.of_first("anything", lambda: "made") == "made"
-    alone.forget("anything")
+    assert Peers().of_first("alone", lambda: "made") == "made"
 
 
 def test_a_process_that_says_nothing_is_named(three):

@@ -58,19 +58,15 @@ def test_without_a_loss_or_matplotlib_there_is_no_picture(metrics, tmp_path, mon
 
 
 def test_the_next_commands_are_for_this_python_and_this_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: sys.executable)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     workdir = Workdir(tmp_path / "my run")
     sample, tensorboard = next_commands(CONFIG, workdir, has_checkpoint=True)
-    assert sample == f"python -m trainer.sample --workdir '{tmp_path}/my run' --prompt \"The \""
-    assert tensorboard == (
-        f"python -m pip install tensorboard && python -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
-    )
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/another-python")
+    assert sample == f"{sys.executable} -m trainer.sample --workdir '{tmp_path}/my run' --prompt \"The \""
+    show = f"{sys.executable} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
+    assert tensorboard == f"{sys.executable} -m pip install tensorboard && {show}"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: "installed")
     bins = dataclasses.replace(CONFIG, data=DataConfig("bin", files=("x.bin",)))
     sample, tensorboard = next_commands(bins, workdir, has_checkpoint=True)
-    assert sample.startswith(f"{sys.executable} -m trainer.sample")
     assert sample.endswith("--tokenizer tokenizer.json")
     assert tensorboard.startswith(f"{sys.executable} -m tensorboard.main")
     ahead = dataclasses.replace(CONFIG, model=GPTConfig(masks=(FullMask(),)))
