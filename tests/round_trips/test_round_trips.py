@@ -5,32 +5,19 @@ The cases of a run are drawn anew.
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from layers.pretrained.families import MODULES
-from tests.layers.pretrained import golden
-from tests.round_trips.cases import DTYPES, MESHES, MODELS, PLACEMENTS, sample, whole_matrix
+from tests.round_trips.cases import MESHES, MODELS, sample
 from tests.round_trips.faults import FAULTS, FAULTY, injected
 from tests.round_trips.folders import write_folder
 from tests.round_trips.trips import judge
 
 
-def test_the_matrix_has_every_family(rng, tmp_path):
-    cells = list(whole_matrix(int(rng.integers(2**31))))
-    assert len(cells) == len(set(cells))
+def test_the_cases_have_every_family(rng, tmp_path):
     assert len(MESHES) == 20
-
-    folders = {(c.model, (c.stored, c.held), c.placement, c.mesh) for c in cells if c.trip == "folder"}
-    in_all_dtypes = set(itertools.product((*golden.CASES, "gemma3_multimodal"), DTYPES, PLACEMENTS, MESHES))
-    packed = itertools.product(["gpt_oss_mxfp4"], [d for d in DTYPES if d[0] == "bfloat16"], PLACEMENTS, MESHES)
-    assert folders == in_all_dtypes | set(packed)
-    assert {(c.model, c.mesh) for c in cells if c.trip == "logits"} == set(itertools.product(MODELS, MESHES))
-    assert {(c.model, c.mesh) for c in cells if c.trip == "run"} == set(itertools.product(golden.CASES, MESHES))
-
-    of_each = {cell.model: cell for cell in cells}.values()
-    written = {write_folder(cell, tmp_path / cell.model, rng).model_type for cell in of_each}
+    of_each = {case.model: case for case in sample(int(rng.integers(2**31)), len(MODELS)) if case.trip == "folder"}
+    written = {write_folder(case, tmp_path / model, rng).model_type for model, case in of_each.items()}
     assert written == set(MODULES) - {"gemma3"}, "that one's language model is a gemma3_text"
 
 

@@ -1,9 +1,5 @@
 """A run that hangs is ended with status 70, stacks and a record; one that is only slow, or compiles, is not."""
 
-import json
-import re
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -12,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.host_cpus import environment_of_cpus
 from trainer.config import WatchdogConfig
 from trainer.launch.watchdog import Watchdog
 from trainer.observers.times import StepTimes, TimeAccount
@@ -148,52 +143,6 @@ def test_a_run_that_hangs_ends_with_70_its_stacks_and_a_record(trainer_command, 
         assert f" in {place}\n" in text
         assert " in main\n" in text, "of every thread"
     assert record["step"] >= len(steps) > 0
-
-
-def start_two(trainer_command, workdir, *faults: str, arguments=()) -> list[subprocess.Popen[str]]:
-    """Two processes of one device each, that train together, each with a fault."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-
-    def start(index: int, fault: str) -> subprocess.Popen[str]:
-        together = ("--workdir", workdir, "--mesh.data", 2, "--distributed", f"{address},2,{index}")
-        module = f"tests.trainer.loop.faulty_run {fault}"
-        return trainer_command.start(*together, *arguments, module=module, **environment_of_cpus(1))
-
-    return [start(*each) for each in enumerate(faults)]
-
-
-@pytest.mark.full
-def test_a_process_whose_data_hang_ends_both_and_each_leaves_its_stacks(trainer_command, tmp_path, read_run):
-    limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
-    processes = start_two(trainer_command, tmp_path, "none", "hang-data:12", arguments=limits)
-    ended = [trainer_command.finish(process) for process in processes]
-    assert [each.status for each in ended] == [70, 70], [each.errors for each in ended]
-    record, _, _ = read_run(tmp_path)
-    assert record["status"] == "failed"
-    assert re.match(r"(process 1 \(.*\): )?stalled: ", record["message"])
-    assert f"stacks are in {tmp_path}/stacks-*.txt; run the same command again" in record["message"]
-    stacks = [(tmp_path / f"stacks-{index}.txt").read_text() for index in range(2)]
-    assert ["faulty_run.py" in text and " in __next__" in text for text in stacks] == [False, True], "the cause"
-
-
-@pytest.mark.full
-def test_a_process_that_is_stopped_ends_the_other_within_half_a_minute(trainer_command, tmp_path, read_run):
-    first, second = start_two(trainer_command, tmp_path, "none", "none", arguments=("--num-steps", 100_000))
-    for line in first.stdout:
-        if line.startswith("step 1/"):
-            break
-    second.send_signal(signal.SIGSTOP)
-    stopped = trainer_command.finish(first, time.perf_counter())
-    second.kill()
-    second.communicate()
-    assert stopped.status == 69, stopped.errors
-    assert stopped.seconds < 30
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert record["status"] == "failed"
-    assert re.match(r"process 1 \(.*\) is gone: no sign of life for 12 s ", record["message"])
-    assert f"error: {record['message']}\n" in stopped.errors
 
 
 def test_last_words_that_hang_keep_nobody(tmp_path):
