@@ -189,7 +189,12 @@ class Checkpoints:
             reason = self._find_damage(path)
             if reason is None:
                 metadata = read_metadata(path)
-                state = self._restore(path, abstract_state)
+                try:
+                    state = self._orbax.restore(path / "state", abstract_state)
+                except Exception as error:
+                    if reason_of(error) is not None:
+                        raise
+                    raise cannot_restore(path, error) from error
                 self._steps = [known for known in self._steps if known <= step]
                 return Restored(path, step, state, metadata.data, metadata.config_history, tuple(damaged))
             damaged.append(Damaged(path, reason))
@@ -276,14 +281,6 @@ class Checkpoints:
         finally:
             self._orbax.close()
             self._remove_abandoned()
-
-    def _restore(self, path: Path, abstract_state: Any) -> Any:
-        try:
-            return self._orbax.restore(path / "state", abstract_state)
-        except Exception as error:
-            if reason_of(error) is not None:
-                raise
-            raise cannot_restore(path, error) from error
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
