@@ -5,7 +5,6 @@ The console shows the first failure, with the file and the reason, and the first
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -60,7 +59,6 @@ class AppendedLog:
     def __init__(self, path: Path, console: Console, content: Callable[[], Iterable[bytes]] | None = None):
         self._path, self._console, self._content = path, console, content
         self._waiting: list[bytes] = []
-        self._whole_length: int | None = None  # the length to cut the file to; None: it holds only whole entries
         self._writes = LogWrites(path, console)
         self._writes.attempt(self._write)
 
@@ -82,24 +80,16 @@ class AppendedLog:
             self._content = None
         if not self._waiting:
             return
+        whole_length: int | None = None
         try:
             # Opened anew each time, in case the file was moved away or its server was gone for a while.
             with self._path.open("ab", buffering=0) as file:
-                self._cut(file.fileno())
-                self._whole_length = os.fstat(file.fileno()).st_size
+                whole_length = os.fstat(file.fileno()).st_size
                 rest = memoryview(b"".join(self._waiting))
                 while rest:
                     rest = rest[file.write(rest) :]
         except OSError:
-            with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
-                self._cut(file.fileno())
+            if whole_length is not None:
+                os.truncate(self._path, whole_length)  # an entry that was written in part goes
             raise
-        self._whole_length = None
         self._waiting.clear()
-
-    def _cut(self, descriptor: int) -> None:
-        """Removes an entry that was written in part."""
-        if self._whole_length is not None:
-            if os.fstat(descriptor).st_size > self._whole_length:
-                os.ftruncate(descriptor, self._whole_length)
-            self._whole_length = None

@@ -39,25 +39,6 @@ def test_what_a_full_disk_refuses_is_written_once_there_is_room(tmp_path, rng, w
     log.close()
 
 
-def test_half_an_entry_that_cannot_be_cut_off_at_once_is_cut_off_later(
-    tmp_path, watched_console, limit_file_size, monkeypatch
-):
-    path = tmp_path / "log"
-    log = AppendedLog(path, watched_console)
-    log.append(b"first\n")
-
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    with limit_file_size(9), monkeypatch.context() as patch:
-        patch.setattr(os, "ftruncate", fail)
-        log.append(b"second\n")
-        assert path.read_bytes() == b"first\nsec"
-        log.append(b"third\n")
-    log.close()
-    assert path.read_bytes() == b"first\nsecond\nthird\n"
-
-
 def test_a_log_that_cannot_even_begin_keeps_what_it_replaces(tmp_path, watched_console, limit_file_size):
     path = tmp_path / "log"
     path.write_bytes(b"before")
