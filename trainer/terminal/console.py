@@ -43,7 +43,7 @@ class Console:
         """Prints a line.
 
         Args:
-          whole: the line must not be broken, since it is to be copied or somebody else wrote it. Other lines are broken
+          whole: the line must not be broken, since somebody else wrote it. Other lines are broken
             between words if the terminal is too narrow.
         """
         # rich would make pictures of words between colons (`:bug:`), too.
@@ -148,17 +148,14 @@ class Console:
             self._progress.stop()
             self._progress = None
 
-    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]], next_commands: Sequence[str] = ()) -> None:
-        """Prints the results, where they lie, and what to do with them.
+    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]]) -> None:
+        """Prints the results, and where they lie.
 
         Args:
           title: how it ended.
           facts: label → value, or the lines of one.
-          next_commands: below the panel, so that they can be copied whole.
         """
         self._facts(title, "", facts)
-        if next_commands:
-            self.note("\n".join(["next:", *(f"  {command}" for command in next_commands)]), whole=True)
 
     def _moving(self, *columns: ProgressColumn, transient: bool = False) -> Progress:
         """Starts a line at the bottom of the terminal, which a thread redraws ten times a second."""

@@ -169,9 +169,6 @@ def test_the_output_is_plain_lines_with_the_description_first(first):
     for name in ("config.json", "record.json", "metrics.jsonl", "tensorboard/", "checkpoints/60/", *drawn):
         assert f"  written: {workdir}/{name}" in closing
         assert (workdir / name).exists()
-    sample, tensorboard = closing.partition("\nnext:\n")[2].splitlines()
-    assert f"-m trainer.sample --workdir {workdir} --prompt" in sample
-    assert tensorboard.endswith(f"--logdir {workdir}/tensorboard")
 
 
 def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
