@@ -126,7 +126,6 @@ class Checkpoints:
       folder: the run's `checkpoints/`. What earlier kills left half-written in it is removed.
       num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count.
       spared: which of the steps that it is given have a checkpoint to be kept beside these. Called in another thread.
-      on_note: called with a line about what can't be removed.
       peers: the processes that save and restore together; each must make the same calls. None: this one alone.
       saving: made and entered when a save begins, and left when it ends, in another thread.
     """
@@ -135,7 +134,6 @@ class Checkpoints:
         self,
         folder: Path,
         num_kept: int,
-        on_note: Callable[[str], None] = lambda line: None,
         *,
         spared: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
         peers: Peers | None = None,
@@ -149,17 +147,14 @@ class Checkpoints:
         self._saving: threading.Thread | None = None
         self._failure: TrainingFailed | None = None
         self._abandoned: set[Path] = set()
-        known = self._peers.of_first("checkpoints", lambda: json.dumps(self._take_stock(on_note)))
+        known = self._peers.of_first("checkpoints", lambda: json.dumps(self._take_stock()))
         self._steps: list[int] = json.loads(known)
 
-    def _take_stock(self, on_note: Callable[[str], None]) -> Sequence[int]:
+    def _take_stock(self) -> Sequence[int]:
         """Removes what earlier kills left, and returns the steps that have a checkpoint."""
         listing = list_checkpoints(self._folder)
         for unfinished in listing.unfinished:
-            try:
-                shutil.rmtree(unfinished)
-            except OSError as error:
-                on_note(f"{unfinished} can't be removed: {error.strerror}; it is left there and takes up space")
+            shutil.rmtree(unfinished, ignore_errors=True)
         return listing.steps
 
     @property
