@@ -7,8 +7,7 @@
         SHA256SUMS         digests of all the files above; `sha256sum -c SHA256SUMS` checks them by hand
       400.tmp/             one being written, or cut short by a kill
       200.damaged/         one that fails its digests, set aside when its step was saved again
-      note.txt             anything else isn't the run's, and is left alone; a name that a save needs is freed by a
-                           renaming to NAME.foreign
+      note.txt             anything else isn't the run's, and is left alone
 
 A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk. So a kill leaves either
 all of it or nothing under that name. Reading verifies the digests first. Orbax notices a missing or a truncated file,
@@ -308,8 +307,7 @@ class Checkpoints:
         self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state, save_args=_chunks(state)))
 
     def _begin(self, unfinished: Path, metadata: Metadata) -> None:
-        if os.path.lexists(unfinished):
-            set_aside(unfinished, "foreign")
+        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         write_atomically(unfinished / "run.json", json.dumps(dataclasses.asdict(metadata)) + "\n")
 
@@ -352,7 +350,7 @@ class Checkpoints:
         for written in (unfinished, *unfinished.rglob("*")):
             sync(written)
         if os.path.lexists(path):
-            set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
+            set_aside(path, "damaged")
         unfinished.replace(path)
         sync(self._folder)
 
@@ -394,8 +392,7 @@ class Checkpoints:
             if oldest.is_dir() and not oldest.is_symlink():  # a link's target isn't the run's to remove
                 # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
                 removed = oldest.with_name(f"{oldest.name}.tmp")
-                if os.path.lexists(removed):
-                    set_aside(removed, "foreign")
+                shutil.rmtree(removed, ignore_errors=True)
                 shutil.rmtree(oldest.replace(removed))
             self._steps.remove(step)
 
