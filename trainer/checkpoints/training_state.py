@@ -350,7 +350,7 @@ class Checkpoints:
         for written in (unfinished, *unfinished.rglob("*")):
             sync(written)
         if os.path.lexists(path):
-            set_aside(path, "damaged")
+            set_aside(path)
         unfinished.replace(path)
         sync(self._folder)
 

@@ -36,13 +36,13 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None
     sync(path.parent)
 
 
-def set_aside(path: Path, suffix: str) -> Path:
-    """Renames what lies at a path to `NAME.suffix`, or `NAME.suffix-2` and so on if that exists; returns the new path.
+def set_aside(path: Path) -> Path:
+    """Renames what is damaged to `NAME.damaged`, or `NAME.damaged-2` and so on if that exists; returns the new path.
 
     Raises:
       OSError: the folder can't be written.
     """
-    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+    names = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
     return path.replace(next(name for name in names if not os.path.lexists(name)))
 
 

@@ -61,7 +61,7 @@ class LoggedEntries:
                 if VALIDATION_LOSS in entry:
                     self.evaluations[entry["step"]] = entry
         if num_unreadable:
-            self._path = set_aside(metrics, "damaged")
+            self._path = set_aside(metrics)
             console.warning(
                 f"{metrics}: {num_unreadable} unreadable lines are left out; {self._path.name} has them all"
             )

@@ -225,10 +225,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts
     checkpoints = Checkpoints(folder, num_kept=3)
     assert checkpoints.restore_newest(abstract(states[15])).step == 15
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "trainer.checkpoints.training_state.shutil.rmtree",
-            lambda path, ignore_errors=False: ignore_errors or full(),
-        )
+        remove = "trainer.checkpoints.training_state.shutil.rmtree"
+        patch.setattr(remove, lambda path, ignore_errors=False: ignore_errors or full())
         checkpoints.save(20, make_state(rng), None)
         with pytest.raises(TrainingFailed, match=r"20 is saved, but an older one can't be removed: .* No space left"):
             checkpoints.wait()
