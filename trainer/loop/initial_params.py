@@ -23,8 +23,7 @@ from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
-from trainer.launch.agreement import require_same
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_same
 from trainer.loop.origin import read_origin
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import StepFunctions
@@ -117,7 +116,7 @@ def _load_checkpoint(
             parameter_shapes(layout),
             parameter_shardings(parameter_shapes(layout), functions.mesh),
         )
-    checkpoint, params = restore_params(saved.checkpoint, abstract)
+    params = restore_params(saved.checkpoint, abstract)
     if restacked:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
         stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
@@ -127,5 +126,9 @@ def _load_checkpoint(
         began_as |= read_origin(folder)
     except UserMistake as damaged:
         console.warning(f"{damaged}; an export won't know it")
-    origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
+    origin = {
+        "checkpoint": str(saved.checkpoint.path),
+        "step": saved.checkpoint.step,
+        "sha256": saved.checkpoint.digest,
+    }
     return params, origin | began_as

@@ -58,7 +58,6 @@ class TrainingLoop:
         self.checkpoints = Checkpoints(
             workdir.checkpoints,
             setup.config.checkpoint.num_kept,
-            this.console.note,
             spared=lambda steps: spared_steps(steps, setup.config.checkpoint, self.evaluator.evaluations),
             peers=self.peers,
             saving=self.watchdog.saving,
