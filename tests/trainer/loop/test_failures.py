@@ -459,9 +459,8 @@ def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_co
     loop.setup.devices = jax.devices()
     assert take_steps(loop) == 75
     loop.close()
-    [(title, _, commands)] = [told for kind, *told in watched_console.told if kind == "closing"]
+    [(title, _)] = [told for kind, *told in watched_console.told if kind == "closing"]
     assert title == "stopped at step 0 of 60, with nothing to save yet; run the same command again"
-    assert not any("trainer.sample" in command for command in commands)
 
 
 def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, watched_console, monkeypatch):
