@@ -259,6 +259,7 @@ class GPTConfig:
           ValueError: no layer would change.
 
         Example:
+          >>> from kernels import LocalMask
           >>> model = GPTConfig(masks=(CausalMask() & LocalMask(511, 0), CausalMask()))
           >>> model = model.with_rope(only_global=True, rope_base=1e6)
           >>> [model.layer(index).rope_base for index in range(2)]
@@ -274,7 +275,7 @@ class GPTConfig:
                 + (" or a window" if only_global else "")
             )
         if all(is_changed):
-            as_model = dict.fromkeys(rope, "model")
+            as_model: dict[str, Any] = dict.fromkeys(rope, "model")
             overrides = tuple(replace(override, **as_model) for override in self.layer_overrides)
             return replace(self, layer_overrides=overrides, **rope)
         held = self.layer_overrides or (LayerOverride(),)

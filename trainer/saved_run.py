@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
-from layers import GPT, GPTConfig
+from layers import GPTConfig
+from layers.pretrained.table import parameter_shapes
 from trainer.checkpoints.folder import cannot_restore, list_checkpoints
 from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
 from trainer.config import TrainConfig
@@ -147,5 +147,5 @@ def abstract_params(model: GPTConfig, sharding: jax.sharding.Sharding) -> Any:
       model: the network.
       sharding: of all of them.
     """
-    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(0))), nnx.Param))
+    shapes = parameter_shapes(model)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)

@@ -26,9 +26,8 @@ from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import RunPhase, TrainConfig
 from trainer.data import Corpus, load_corpus, make_batches
 from trainer.errors import UserMistake, name_some
-from trainer.launch.agreement import require_same
 from trainer.launch.membership import ALONE, Membership
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_same
 from trainer.loop.attempt import attempt
 from trainer.loop.evaluator import describe_validation
 from trainer.loop.origin import find_origin

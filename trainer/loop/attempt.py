@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.family import describe_export
-from trainer.launch.membership import ALONE, Membership
-from trainer.launch.peer_watch import Farewell
+from trainer.launch.membership import ALONE, Farewell, Membership
 from trainer.launch.process_exit import INTERRUPTED, PREEMPTED, STALLED, leave, print_stacks, write_stacks
-from trainer.launch.shared_stop import SharedStopRequest
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
@@ -55,8 +53,6 @@ class Attempt:
         self.console = Console() if is_first else QuietConsole(f"process {self.peers.index}")
         if config.description:
             self.console.note(config.description)
-        for note in workdir.notes:
-            self.console.warning(note)
         started_at = time.time() - account.total()
         self.record = RunRecord(
             workdir.record if is_first else None,
@@ -67,9 +63,7 @@ class Attempt:
             last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
         self._owns_process = owns_process
-        self.stop = SharedStopRequest(
-            self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch, owns_process=owns_process
-        )
+        self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c, membership, owns_process=owns_process)
         membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
@@ -172,7 +166,7 @@ def attempt(
     over = ending or threading.Event()
     this = Attempt(config, workdir, command, TimeAccount(started), over, membership, owns_process)
     # Outermost, so that this run still answers signals while its end is being recorded.
-    with this.stop, draining_event_loops():
+    with this.stop:
         try:
             with explained(config, command, this.record):
                 yield this

@@ -24,8 +24,7 @@ from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
-from trainer.launch.agreement import require_same
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_same
 from trainer.loop.carry import into_layout
 from trainer.loop.origin import read_origin
 from trainer.loop.setup import Setup
@@ -71,7 +70,8 @@ def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[Tr
     model = dataclasses.replace(config.model, masks=held.model.masks, layer_overrides=held.model.layer_overrides)
     layout = dataclasses.replace(config, model=model)
     abstract = make_step_functions(layout, functions.mesh).abstract_state
-    checkpoint, state = restore_state(saved.checkpoint, abstract)
+    checkpoint = saved.checkpoint
+    state = restore_state(checkpoint, abstract)
     state = into_layout(state, layout, config, functions)
     state = state._replace(
         step=jnp.zeros_like(state.step),
@@ -182,12 +182,12 @@ def _load_checkpoint(
             parameter_shapes(layout),
             parameter_shardings(parameter_shapes(layout), functions.mesh),
         )
-    checkpoint, params = restore_params(saved.checkpoint, abstract)
+    params = restore_params(saved.checkpoint, abstract)
     if restacked:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
         stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
         params |= {"blocks": stack(params["blocks"], model.num_layers, model.pattern_length)}
-    return params, _describe_checkpoint(folder, checkpoint, console)
+    return params, _describe_checkpoint(folder, saved.checkpoint, console)
 
 
 def _describe_checkpoint(folder: Path, checkpoint: FoundCheckpoint, console: Console) -> dict[str, Any]:

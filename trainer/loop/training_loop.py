@@ -61,7 +61,6 @@ class TrainingLoop:
         self.checkpoints = Checkpoints(
             workdir.checkpoints,
             config.checkpoint.num_kept,
-            this.console.note,
             spared=lambda steps: spared_steps(steps, config.checkpoint, self.evaluator.evaluations),
             peers=self.peers,
             saving=self.watchdog.saving,

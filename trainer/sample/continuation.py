@@ -57,7 +57,7 @@ def run(command: SampleCommand) -> None:
     settings: dict[Task, str] = {"attention": "--implementation", "decoding": "--decode-implementation"}
     check_backends(generator, requests, command.choice, settings)
     with _explained(requests, trained, device, generator):
-        trained, restored = trained.restore_params(device)
+        restored = trained.restore_params(device)
         params = generator.lay_out(restored)
     console.note(
         f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "

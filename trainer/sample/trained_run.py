@@ -30,18 +30,14 @@ class TrainedRun:
     tokenizer: Tokenizer
     checkpoint: FoundCheckpoint
 
-    def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
+    def restore_params(self, device: jax.Device) -> Any:
         """Reads the model's parameters onto one device.
-
-        Returns:
-          This run, with a newer checkpoint if the run has removed the one that was found; and its parameters.
 
         Raises:
           TrainingFailed: the checkpoint can't be read.
         """
         abstract = abstract_params(self.model, jax.sharding.SingleDeviceSharding(device))
-        checkpoint, params = restore_params(self.checkpoint, abstract)
-        return dataclasses.replace(self, checkpoint=checkpoint), params
+        return restore_params(self.checkpoint, abstract)
 
 
 def open_run(path: Path, *, step: int | None, tokenizer: str | None, implementations: Mapping[str, Any]) -> TrainedRun:

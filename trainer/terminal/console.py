@@ -41,11 +41,9 @@ class Console:
             for line in [value] if isinstance(value, str) else value:
                 self.note(f"  {label}: {line}")
 
-    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]], next_commands: Sequence[str] = ()) -> None:
-        """Prints the results, where they lie, and the commands to go on with."""
+    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]]) -> None:
+        """Prints the results, and where they lie."""
         self.opening(title, facts)
-        for line in ["next:", *(f"  {command}" for command in next_commands)] if next_commands else []:
-            self.note(line)
 
 
 class QuietConsole(Console):

@@ -50,13 +50,6 @@ def saved(tmp_path, rng):
     return tmp_path, states
 
 
-def test_nothing_saved_is_nothing_restored(tmp_path, rng):
-    checkpoints = Checkpoints(tmp_path, num_kept=3)
-    assert checkpoints.restore_newest(lambda _: abstract(make_state(rng))) is None
-    assert checkpoints.newest is None
-    checkpoints.close()
-
-
 def test_the_newest_comes_back_bit_for_bit(saved):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
@@ -78,14 +71,6 @@ def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path, rng):
     checkpoints.wait()
     assert_same(checkpoints.restore_newest(lambda _: abstract(state)).state, expected)
     checkpoints.close()
-
-
-def test_only_the_newest_are_kept(tmp_path, rng):
-    checkpoints = Checkpoints(tmp_path, num_kept=2)
-    for step in range(1, 6):
-        checkpoints.save(step, make_state(rng), None)
-    checkpoints.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
 
 
 def test_some_are_spared_beside_the_newest_until_others_are(tmp_path, rng):
@@ -161,11 +146,9 @@ def test_damage_to_any_file_is_found_and_the_one_before_is_restored(saved, rng, 
 def test_a_file_that_no_digest_covers_is_damage(saved):
     folder, _ = saved
     sums = folder / "15" / "SHA256SUMS"
-    lines = sums.read_text().splitlines(keepends=True)
-    sums.write_text("".join(lines[:-1]))
-    assert find_damage(folder / "15") == f"SHA256SUMS doesn't list {lines[-1].split()[1]}"
-    sums.write_text("")
-    assert find_damage(folder / "15") == "SHA256SUMS is empty"
+    *lines, last = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(lines))
+    assert find_damage(folder / "15") == f"SHA256SUMS doesn't list {last.split()[1]}"
 
 
 def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(saved, rng):
@@ -202,9 +185,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(saved
 def test_a_whole_checkpoint_of_another_form_is_not_passed_over(saved):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    other = abstract(states[15]) | {
-        "new": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=states[15]["step"].sharding)
-    }
+    other = abstract(states[15] | {"new": states[15]["step"]})
     with pytest.raises(TrainingFailed, match=r"15 is whole, but this version can't restore it"):
         checkpoints.restore_newest(lambda _: other)
     checkpoints.close()
@@ -244,7 +225,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts
     checkpoints = Checkpoints(folder, num_kept=3)
     assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.checkpoints.training_state.shutil.rmtree", full)
+        remove = "trainer.checkpoints.training_state.shutil.rmtree"
+        patch.setattr(remove, lambda path, ignore_errors=False: ignore_errors or full())
         checkpoints.save(20, make_state(rng), None)
         with pytest.raises(TrainingFailed, match=r"20 is saved, but an older one can't be removed: .* No space left"):
             checkpoints.wait()
@@ -252,31 +234,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts
     checkpoints.save(25, make_state(rng), None)
     checkpoints.close()
     assert sorted(path.name for path in folder.glob("[0-9]?")) == ["15", "20", "25"]
-
-
-def test_orbax_is_closed_even_if_the_last_save_failed(tmp_path, rng, monkeypatch):
-    closed = []
-    checkpoints = Checkpoints(tmp_path, num_kept=3)
-    monkeypatch.setattr(checkpoints._orbax, "close", lambda close=checkpoints._orbax.close: closed.append(close()))
-    monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
-    checkpoints.save(1, make_state(rng), None)
-    with pytest.raises(TrainingFailed, match="the newest good checkpoint is not there yet"):
-        checkpoints.close()
-    assert closed == [None]
-
-
-@pytest.mark.parametrize("kind", ["missing", "cut", "flipped"])
-def test_a_damaged_old_checkpoint_is_set_aside_instead_of_removed(saved, rng, kind):
-    folder, states = saved
-    damage(largest_file(folder / "5"), kind, rng)
-    held = contents(folder / "5")
-    checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
-    for step in (20, 25):
-        checkpoints.save(step, make_state(rng), None)
-    checkpoints.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["15", "20", "25", "5.damaged"]
-    assert contents(folder / "5.damaged") == held
 
 
 def test_every_file_and_folder_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, rng, monkeypatch):

@@ -73,7 +73,7 @@ def saved_params(path: Path):
     """The parameters of a run's newest checkpoint."""
     saved = open_saved_run(path, setting="--workdir")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return restore_params(saved.checkpoint, abstract_params(saved.config.model, device))[1]
+    return restore_params(saved.checkpoint, abstract_params(saved.config.model, device))
 
 
 def test_the_first_loss_is_the_pretrained_models(pretrained, continued, read_run):

@@ -399,7 +399,7 @@ def test_the_checkpoint_of_a_step_is_taken_and_no_other(sample, workdir, capsys)
     assert export(["--workdir", str(workdir), "--output", str(workdir / "out"), "--step", "30"]) == 2
     assert capsys.readouterr().err == f"error: {told}\n"
     shutil.rmtree(workdir / "checkpoints" / "20")
-    with pytest.raises(TrainingFailed, match="was removed while it was being read, and there is no other"):
+    with pytest.raises(TrainingFailed, match="was removed while it was being read; run the same command"):
         restore_params(found, {"embedding": jax.ShapeDtypeStruct((1,), jnp.float32)})
 
 
