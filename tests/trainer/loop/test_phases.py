@@ -210,21 +210,9 @@ def test_phases_that_are_made_stay(phased):
 def test_a_step_of_a_phase_is_the_step_of_a_run_without(phased):
     """The same program, but for the schedule: a phase costs nothing."""
     phase = phased.in_phases()[1]
-    mesh = make_mesh(phase.config.mesh)
+    own = {"model": phase.config.model, "sequence_length": 64, "batch_size": 2, "num_steps": phase.config.num_steps}
     texts = []
-    for functions in (
-        make_step_functions(phase.config, mesh),
-        make_step_functions(
-            dataclasses.replace(
-                phased,
-                phases=(),
-                model=phase.config.model,
-                sequence_length=64,
-                batch_size=2,
-                num_steps=phase.config.num_steps,
-            ),
-            mesh,
-        ),
-    ):
+    for config in (phase.config, dataclasses.replace(phased, phases=(), **own)):
+        functions = make_step_functions(config, make_mesh(config.mesh))
         texts.append(functions.train_step.lower(functions.abstract_state, functions.abstract_batch).as_text())
     assert texts[0] == texts[1]
