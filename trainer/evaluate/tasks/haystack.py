@@ -101,13 +101,13 @@ class Haystack:
         stop = int(np.searchsorted(self.ends, begin + num_tokens, side="right"))
         ends = self.ends[start:stop] - begin
         num_whole = int(ends[-1]) if len(ends) else 0
-        cut = self._begin_line(stop, num_tokens - num_whole)
-        haystack = np.concatenate([self.tokens[begin : begin + num_whole], cut])
+        last_line = self._begin_line(stop, num_tokens - num_whole)
+        haystack = np.concatenate([self.tokens[begin : begin + num_whole], last_line])
         places = np.unique(np.concatenate([[0], ends, [len(haystack)]]))
-        targets = np.asarray(fractions, np.float64) * len(haystack)
-        pieces, last = [], 0
-        for number in np.argsort(targets, kind="stable").tolist():
-            place = int(places[np.abs(places - targets[number]).argmin()])
+        pieces: list[np.ndarray] = []
+        last = 0
+        for number in np.argsort(fractions, kind="stable").tolist():
+            place = int(places[np.abs(places - fractions[number] * len(haystack)).argmin()])
             pieces += [haystack[last:place], hidden[number]]
             last = place
         return np.concatenate([*pieces, haystack[last:]]).astype(np.int32)
@@ -142,7 +142,7 @@ def tokenize_haystack(text: str, tokenizer: Tokenizer, length: int) -> Haystack:
     num_starts = num_characters = num_tokens = num_before = 0
     remaining = split_lines(text)
     is_whole = False
-    while num_tokens - num_before < length:
+    while num_tokens - num_before <= length:
         batch = list(itertools.islice(remaining, _LINES_AT_ONCE))
         if not batch:
             is_whole = True
