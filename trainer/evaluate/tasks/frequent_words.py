@@ -68,6 +68,9 @@ class FrequentWords:
             else:
                 over = middle
         order = rng.permutation(np.repeat(np.arange(num_ranks), _counts(most, num_ranks)))
+        # Some tokenizers join dots with a newline, so another word is the last one.
+        last = np.flatnonzero(order)[-1]
+        order[[last, -1]] = order[[-1, last]]
         return ContextAndQuestions(
             np.concatenate([before, *(encoded[word] for word in order.tolist()), newline]), (question,)
         )

@@ -14,10 +14,10 @@ from trainer.evaluate.tasks.common_words import CommonWords, Repeats
 from trainer.evaluate.tasks.example import Example
 from trainer.evaluate.tasks.frequent_words import FrequentWords
 from trainer.evaluate.tasks.needles import Needles
-from trainer.evaluate.tasks.task import Draw, Task, TaskInputs
+from trainer.evaluate.tasks.task import Draw, RetrievalTask, TaskInputs
 from trainer.evaluate.tasks.variable_tracking import VariableTracking
 
-TASKS: Mapping[str, Task] = MappingProxyType(
+TASKS: Mapping[str, RetrievalTask] = MappingProxyType(
     {
         "niah_single": Needles(),
         "niah_multikey": Needles(num_distractors=3),

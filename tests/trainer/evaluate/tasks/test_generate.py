@@ -48,14 +48,32 @@ def test_a_reader_of_the_text_answers_all_and_another_context_answers_none(draw,
             assert score(text, question) == (number == other)
 
 
-def test_tokens_are_those_of_the_whole_text(draw, task, tokenizer, rng):
-    [example] = draw(task, 6000, tokenizer=tokenizer, haystack=PROSE, seed=int(rng.integers(2**32)))
-    [question] = example.questions
+def check_tokens(tokenizer, examples):
+    """Tokens of a context, a prompt and its answer are those that their whole text has."""
     begin = tokenizer.delimiters.begin
-    assert example.context[0] == begin
-    tokens = [*example.context, *question.prompt, *question.answer]
-    assert [begin, *tokenizer.encode(tokenizer.decode(tokens))] == tokens
-    assert question.prompt.dtype == question.answer.dtype == example.context.dtype == np.int32
+    for example in examples:
+        assert example.context[0] == begin
+        for question in example.questions:
+            tokens = [*example.context, *question.prompt, *question.answer]
+            assert [begin, *tokenizer.encode(tokenizer.decode(tokens))] == tokens
+            assert question.prompt.dtype == question.answer.dtype == example.context.dtype == np.int32
+
+
+def test_tokens_are_those_of_the_whole_text(draw, task, tokenizer, rng):
+    seed = int(rng.integers(2**32))
+    check_tokens(tokenizer, draw(task, 6000, num_examples=8, tokenizer=tokenizer, haystack=PROSE, seed=seed))
+
+
+@pytest.mark.parametrize("family", ["byte", "qwen", "llama2"])  # GPT-2's joins newlines with indentation
+def test_tokens_of_indented_text_are_those_of_the_whole_text(draw, tokenizers_by_family, family, rng):
+    blocks = [
+        "def f():\n"
+        + "".join("    " * (1 + n % 2) + "call(that)\n" + "\n" * (n % 3 == 0) for n in range(30))
+        + "\n" * k
+        for k in rng.integers(0, 4, 20).tolist()
+    ]
+    examples = draw("niah_multivalue", num_examples=8, tokenizer=tokenizers_by_family[family], haystack="".join(blocks))
+    check_tokens(tokenizers_by_family[family], examples)
 
 
 def test_a_context_is_filled_and_no_more(draw, task, tokenizer, rng):

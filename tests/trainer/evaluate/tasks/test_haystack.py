@@ -32,6 +32,8 @@ def test_lines_end_where_no_indented_line_follows_or_after_a_sentence():
     indented = "x:\n" + "    y = 1\n" * 60
     assert all(line.count("\n") > 20 for line in list(split_lines(indented))[:-1])
     assert "".join(split_lines(indented)) == indented
+    spaced = "x:\n" + "    y = 1\n\n  \n" * 60
+    assert {line[:9] for line in list(split_lines(spaced))[1:]} == {"    y = 1"}
 
 
 @settings(max_examples=50)
