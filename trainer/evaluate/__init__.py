@@ -1,0 +1,1 @@
+"""Evaluation of a model at length."""
