@@ -149,7 +149,7 @@ class ContextDecoder:
         self, params: Any, slabs: _Slabs, tokens: Int[Array, "1 L"], num_tokens: Int[Array, " 1"]
     ) -> tuple[SlotTable, _Slabs]:
         """Reads a context for all sequences."""
-        model = nnx.merge(self._graphdef, params)
+        model: Any = nnx.merge(self._graphdef, params)
         table = SlotTable.empty(self._num_questions, self._capacity)
         _, caches = model.prefill(
             tokens,
@@ -164,10 +164,8 @@ class ContextDecoder:
         self, params: Any, table: SlotTable, slabs: _Slabs, tokens: Int[Array, "Z P"], counts: Int[Array, " Z"]
     ) -> tuple[Int[Array, " Z"], SlotTable, _Slabs]:
         """Adds tokens to all sequences, and returns the likeliest one to follow in each."""
-        model = nnx.merge(self._graphdef, params)
-        hidden, caches = model.decode(
-            tokens, _caches(table, slabs), num_tokens=counts, context_length=self._length
-        )
+        model: Any = nnx.merge(self._graphdef, params)
+        hidden, caches = model.decode(tokens, _caches(table, slabs), num_tokens=counts, context_length=self._length)
         last = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
         newest = model.logits(last)[:, : self._vocab_size].argmax(-1).astype(jnp.int32)
         return newest, caches[0].table, _slabs(caches)

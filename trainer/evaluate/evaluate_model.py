@@ -103,7 +103,13 @@ def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work
             raise UserMistake(f"{refused}; --tasks none measures losses alone") from refused
         with console.working("making tasks"):
             for length in lengths:
-                examples[length] = [each for task in names for each in _make_examples(command, subject, task, length)]
+                for task in names:
+                    try:
+                        examples.setdefault(length, []).extend(_make_examples(command, subject, task, length))
+                    except UserMistake as refused:
+                        if command.asks_for_tasks:
+                            raise
+                        console.note(f"left out: {refused}")
     return _Work(documents, losses, examples)
 
 
@@ -154,6 +160,8 @@ def _measure(subject: Subject, work: _Work, command: EvaluateCommand, console: C
         yield from work.losses.bin(nats, command.token_lengths[0])
     laid_out = None
     for length, examples in work.examples.items():
+        if not examples:
+            continue
         assert subject.tokenizer is not None, "without one there are no tasks"
         decoder = make_decoder(config.model, examples, subject.tokenizer)
         if laid_out is None:

@@ -7,6 +7,7 @@ Shapes: n targets of a stream.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -118,7 +119,7 @@ def _position_bins(longest: int) -> list[tuple[int, int]]:
     edges = [0]
     while edges[-1] < longest:
         edges.append(min(max(2 * edges[-1], _FIRST_EDGE), longest))
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _line(kind: str, length: int, nats: Sequence[Float32[np.ndarray, " n"]]) -> Line:

@@ -42,7 +42,7 @@ def draw_loss_by_position(lines: Sequence[Line], step: int, picture: Path) -> bo
         return False
     axes = figure.add_subplot()
     for shown, points in curves.items():
-        style = {"color": "#08519c"} if shown == step else {"color": "#777777", "linestyle": "--"}
+        style: dict[str, Any] = {"color": "#08519c"} if shown == step else {"color": "#777777", "linestyle": "--"}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=f"step {shown}", **style)
     axes.set_xscale("log", base=2)
     ticks = sorted({length for points in curves.values() for length, _ in points})[:: 1 + len(curves[step]) // 10]
@@ -61,19 +61,15 @@ def draw_retrieval(lines: Sequence[Line], step: int, picture: Path) -> bool:
 
     Args, returns and raises as `draw_loss_by_position`.
     """
-    found = {
-        shown: {line.key: line for line in newest_of(x for x in lines if x.step == shown).values() if _has_accuracy(line)}
-        for shown in _steps(lines, step)
-    }
+    found = {shown: _accuracies(lines, shown) for shown in _steps(lines, step)}
     of_step = found.get(step, {}).values()
     tasks = list(dict.fromkeys(str(line.task) for line in of_step))
     if not tasks:
         return False
     shown_steps = [shown for shown in found if found[shown]]
-    num_columns = min(len(tasks), 2)
-    panels = [
-        (task, shown) for at in range(0, len(tasks), num_columns) for shown in shown_steps for task in tasks[at : at + num_columns]
-    ]
+    num_columns = min(len(tasks) * len(shown_steps), 2)
+    groups = [tasks[at : at + num_columns] for at in range(0, len(tasks), num_columns)]
+    panels = [(task, shown) for group in groups for shown in shown_steps for task in group]
     num_rows = -(-len(panels) // num_columns)
     figure = _figure(_WIDTH_INCHES, 2.9 * num_rows + 0.3)
     if figure is None:
@@ -115,8 +111,9 @@ def _curve(lines: Sequence[Line], step: int) -> list[tuple[int, float]]:
     return sorted((line.length, line.loss) for line in of_step if line.loss is not None)
 
 
-def _has_accuracy(line: Line) -> bool:
-    return line.kind == RETRIEVAL and line.accuracy is not None
+def _accuracies(lines: Sequence[Line], step: int) -> dict[tuple, Line]:
+    of_step = newest_of(line for line in lines if line.step == step and line.kind == RETRIEVAL)
+    return {key: line for key, line in of_step.items() if line.accuracy is not None}
 
 
 def _figure(width: float, height: float) -> Figure | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.folder import inside, read_config
 from trainer.checkpoints.parameters import restore_params
 from trainer.compile.out_of_memory import reason_of
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import OptimizerConfig, TrainConfig
 from trainer.config.init_from import is_workdir
 from trainer.data import Documents, Tokenizer, load_corpus, load_tokenizer
 from trainer.data.files import find_files
@@ -133,7 +133,7 @@ def _open_folder(command: EvaluateCommand, folder: Path) -> Subject:
 
     return Subject(
         folder.absolute().name or "model",
-        TrainConfig(name="evaluation", model=model, num_steps=1),
+        TrainConfig(name="evaluation", model=model, num_steps=1, optimizer=OptimizerConfig(num_warmup_steps=0)),
         step=0,
         tokenizer=tokenizer,
         trained_length=None,
