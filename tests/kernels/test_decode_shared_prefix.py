@@ -19,9 +19,7 @@ WINDOW = CausalMask() & LocalMask(9, 0)
 
 def context(rng, *, num_sequences=5, num_kv_heads=2, head_dim=8, capacity=128) -> UnifiedCache:
     """A sequence of LENGTH tokens in an empty cache."""
-    cache = UnifiedCache.empty(
-        num_sequences, capacity, num_kv_heads, head_dim, dtype=jnp.float32, block_size=BLOCK
-    )
+    cache = UnifiedCache.empty(num_sequences, capacity, num_kv_heads, head_dim, dtype=jnp.float32, block_size=BLOCK)
     key, value = (jnp.asarray(rng.normal(size=(1, LENGTH, num_kv_heads, head_dim)), jnp.float32) for _ in range(2))
     return cache.write(key, value, sequences=np.array([2]))
 

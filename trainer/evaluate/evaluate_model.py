@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -17,7 +18,7 @@ import rich.console
 from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import MeshConfig
-from trainer.data import Documents
+from trainer.data import Documents, Tokenizer
 from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.evaluate.evaluate_command import EvaluateCommand
@@ -96,16 +97,18 @@ def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work
     if documents is None and not names:
         raise UserMistake("there is nothing to evaluate: no documents and no tasks; give --files, or --tokenizer")
     examples: dict[int, list[Example]] = {}
-    if names:
+    if subject.tokenizer is not None and names:
         try:
             subject.config.model.check_looks_back_only()
         except ValueError as refused:
             raise UserMistake(f"{refused}; --tasks none measures losses alone") from refused
+        haystack = NOISE if command.haystack is None else _read_haystack(command.haystack)
+        make = functools.partial(_make_examples, command, subject.tokenizer, haystack)
         with console.working("making tasks"):
             for length in lengths:
                 for task in names:
                     try:
-                        examples.setdefault(length, []).extend(_make_examples(command, subject, task, length))
+                        examples.setdefault(length, []).extend(make(task, length))
                     except UserMistake as refused:
                         if command.asks_for_tasks:
                             raise
@@ -113,16 +116,17 @@ def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work
     return _Work(documents, losses, examples)
 
 
-def _make_examples(command: EvaluateCommand, subject: Subject, task: str, length: int) -> list[Example]:
-    assert subject.tokenizer is not None, "without one there are no tasks"
+def _make_examples(
+    command: EvaluateCommand, tokenizer: Tokenizer, haystack: str, task: str, length: int
+) -> list[Example]:
     return make_examples(
         task,
         length,
         num_examples=command.examples * command.depths,
         num_questions=command.questions,
         depths=tuple(np.linspace(0, 1, command.depths).tolist()) if command.depths > 1 else (0.5,),
-        tokenizer=subject.tokenizer,
-        haystack=NOISE if command.haystack is None else _read_haystack(command.haystack),
+        tokenizer=tokenizer,
+        haystack=haystack,
         seed=command.seed,
     )
 
