@@ -112,7 +112,7 @@ def decode_attention(
     )
     backend, tuning = choose_backend(call, implementation)
     if isinstance(cache, UnifiedCache) and cache.table.num_shared:
-        shared = attend_to_shared(inputs, call, cache)
+        shared = attend_to_shared(inputs, call, cache, device)
         output, lse = backend.load().attend(inputs._replace(sinks=None), call, tuning)
         output, lse = merge(shared, (output.astype(call.softmax_dtype), lse))
         if inputs.sinks is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -24,7 +25,9 @@ from kernels.decode.unified import UnifiedCache
 _QUERY_ROWS, _SHORTEST_PART = 128, 2048
 
 
-def attend_to_shared(inputs: DecodeInputs, call: DecodeCall, cache: UnifiedCache) -> OutputAndLse:
+def attend_to_shared(
+    inputs: DecodeInputs, call: DecodeCall, cache: UnifiedCache, device: jax.Device | None
+) -> OutputAndLse:
     """Attention to the shared slots alone, without sinks, by the fastest backend of `dot_product_attention`."""
     num_shared, num_queries = cache.table.num_shared, call.batch * call.num_new
     num_parts = _num_parts(call, num_shared, cache.block_size)
@@ -42,6 +45,7 @@ def attend_to_shared(inputs: DecodeInputs, call: DecodeCall, cache: UnifiedCache
         key_value_positions=jnp.arange(num_shared, dtype=jnp.int32).reshape(num_parts, -1),
         scale=call.scale,
         logits_soft_cap=call.logits_soft_cap,
+        device=device,
         return_lse=True,
     )
     whole = output[0].astype(call.softmax_dtype), lse[0]

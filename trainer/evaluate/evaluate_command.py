@@ -62,6 +62,8 @@ class EvaluateCommand:
     def __post_init__(self):
         if self.tokenizer is not None:
             check_path("tokenizer", self.tokenizer)
+        for pattern in self.files:
+            check_path("files", pattern)
         for name in ("depths", "examples", "questions", "documents"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -113,8 +115,8 @@ def parse_command_line(arguments: Sequence[str]) -> EvaluateCommand:
       SystemExit: with status 0, after `--help` was printed.
     """
     parser = OptionParser()
-    parser.add_argument("--workdir", type=read_path)
-    parser.add_argument("--model", type=read_path)
+    for name in ("workdir", "model", "output", "haystack"):
+        parser.add_argument(f"--{name}", type=read_path)
     options, flags = parser.parse_known_args(arguments)
     refuse_unknown_flags(flags, flag_types(EvaluateCommand), PROGRAM)
     if wants_help(flags):

@@ -23,7 +23,7 @@ from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.evaluate.evaluate_command import EvaluateCommand
 from trainer.evaluate.forward import TokenForward
-from trainer.evaluate.losses import LossPlan
+from trainer.evaluate.losses import ChosenDocuments
 from trainer.evaluate.pictures import draw_loss_by_position, draw_retrieval
 from trainer.evaluate.results import FILE_NAME, Line, append_lines, describe, format_length, read_lines
 from trainer.evaluate.retrieval import make_decoder, mean_scores, score_example
@@ -40,7 +40,7 @@ class _Work(NamedTuple):
     """All that is to be measured, read and checked before a device starts."""
 
     documents: Documents | None
-    losses: LossPlan | None
+    losses: ChosenDocuments | None
     examples: dict[int, list[Example]]
     """By length."""
 
@@ -84,7 +84,7 @@ def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work
     lengths = command.token_lengths
     losses = None
     if documents is not None:
-        losses = LossPlan.choose(documents, lengths, command.documents, command.seed)
+        losses = ChosenDocuments.choose(documents, lengths, command.documents, command.seed)
         if left := [format_length(length) for length in lengths if length not in losses.lengths]:
             console.warning(f"no document is as long as {', '.join(left)} tokens; losses are of shorter ones")
     names = command.task_names

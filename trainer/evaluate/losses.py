@@ -23,7 +23,7 @@ NUM_LAST = 512
 _FIRST_EDGE = 16
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """A stream that is evaluated: targets [start, stop) of a document, given the tokens from `start` on."""
 
     document: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LossPlan:
+class ChosenDocuments:
     """The parts of documents that one forward pass goes over, and the bins that their losses fall into.
 
     Attributes:
@@ -43,12 +43,12 @@ class LossPlan:
     """
 
     lengths: tuple[int, ...]
-    long: tuple[Part, ...]
-    contexts: tuple[Part, ...]
-    others: tuple[Part, ...]
+    long: tuple[DocumentPart, ...]
+    contexts: tuple[DocumentPart, ...]
+    others: tuple[DocumentPart, ...]
 
     @classmethod
-    def choose(cls, documents: Documents, lengths: Sequence[int], num_documents: int, seed: int) -> LossPlan:
+    def choose(cls, documents: Documents, lengths: Sequence[int], num_documents: int, seed: int) -> ChosenDocuments:
         """Chooses documents at random.
 
         Args:
@@ -64,18 +64,18 @@ class LossPlan:
         longest = filled[-1] if filled else lengths[-1]
         is_long = num_targets[order] >= longest
         long = order[is_long][:num_documents].tolist() if filled else []
-        contexts = [Part(index, longest - length, longest) for index in long for length in filled[:-1]]
+        contexts = [DocumentPart(index, longest - length, longest) for index in long for length in filled[:-1]]
         shorter = order[~is_long]
         bucket_of = np.frexp(num_targets[shorter] - 1)[1]  # 2 to this power is at least the length
         others = [
-            Part(index, 0, int(num_targets[index]))
+            DocumentPart(index, 0, int(num_targets[index]))
             for bucket in np.unique(bucket_of).tolist()
             for index in shorter[bucket_of == bucket][:num_documents].tolist()
         ]
-        return cls(filled, tuple(Part(index, 0, longest) for index in long), tuple(contexts), tuple(others))
+        return cls(filled, tuple(DocumentPart(index, 0, longest) for index in long), tuple(contexts), tuple(others))
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[DocumentPart, ...]:
         """All streams, in the order that `bin` wants their losses in."""
         return self.long + self.contexts + self.others
 

@@ -45,7 +45,8 @@ def draw_loss_by_position(lines: Sequence[Line], step: int, picture: Path) -> bo
         style: dict[str, Any] = {"color": "#08519c"} if shown == step else {"color": "#777777", "linestyle": "--"}
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=f"step {shown}", **style)
     axes.set_xscale("log", base=2)
-    ticks = sorted({length for points in curves.values() for length, _ in points})[:: 1 + len(curves[step]) // 10]
+    ends = sorted({length for points in curves.values() for length, _ in points})
+    ticks = ends[:: -1 - len(ends) // 10]  # the longest among them
     axes.set_xticks(ticks, [format_length(length) for length in ticks])
     axes.minorticks_off()
     axes.set(xlabel="tokens before, up to", ylabel="nats per token", title="loss by position in the document")
@@ -62,14 +63,13 @@ def draw_retrieval(lines: Sequence[Line], step: int, picture: Path) -> bool:
     Args, returns and raises as `draw_loss_by_position`.
     """
     found = {shown: _accuracies(lines, shown) for shown in _steps(lines, step)}
-    of_step = found.get(step, {}).values()
-    tasks = list(dict.fromkeys(str(line.task) for line in of_step))
-    if not tasks:
+    if not found[step]:
         return False
     shown_steps = [shown for shown in found if found[shown]]
-    num_columns = min(len(tasks) * len(shown_steps), 2)
-    groups = [tasks[at : at + num_columns] for at in range(0, len(tasks), num_columns)]
-    panels = [(task, shown) for group in groups for shown in shown_steps for task in group]
+    maps = list(dict.fromkeys(_map_of(line) for line in found[step]))
+    num_columns = min(len(maps) * len(shown_steps), 2)
+    groups = [maps[at : at + num_columns] for at in range(0, len(maps), num_columns)]
+    panels = [(name, shown) for group in groups for shown in shown_steps for name in group]
     num_rows = -(-len(panels) // num_columns)
     figure = _figure(_WIDTH_INCHES, 2.9 * num_rows + 0.3)
     if figure is None:
@@ -77,28 +77,41 @@ def draw_retrieval(lines: Sequence[Line], step: int, picture: Path) -> bool:
     grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
-    for number, (task, shown) in enumerate(panels):
-        axes = grid[divmod(number, num_columns)]
-        _heat_map(axes, [line for line in found[shown].values() if line.task == task])
-        axes.set_title(task.replace("_", " ") + (f", step {shown}" if len(shown_steps) > 1 else ""), fontsize=11)
+    for axes, (name, shown) in zip(grid.flat, panels, strict=False):
+        if not (of_map := [line for line in found[shown] if _map_of(line) == name]):
+            continue  # the other step was evaluated with other tasks
+        axes.set_visible(True)
+        _heat_map(axes, of_map)
+        axes.set_title(name + (f", step {shown}" if len(shown_steps) > 1 else ""), fontsize=11)
     _save(figure, picture)
     return True
 
 
+def _map_of(line: Line) -> str:
+    """The heat map that a line belongs to: its task's, or the one of all tasks without a depth."""
+    return "no depth" if line.depth is None else _words(line)
+
+
+def _words(line: Line) -> str:
+    return str(line.task).replace("_", " ")
+
+
 def _heat_map(axes: Axes, lines: Sequence[Line]) -> None:
-    axes.set_visible(True)
     lengths = sorted({line.length for line in lines})
-    depths = sorted({line.depth for line in lines}, key=lambda depth: -1.0 if depth is None else depth)
-    values = {(line.depth, line.length): line.accuracy or 0.0 for line in lines}
-    rows = [[values.get((depth, length), float("nan")) for length in lengths] for depth in depths]
-    axes.imshow(rows, cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(lengths)), [format_length(length) for length in lengths])
-    axes.set_yticks(range(len(depths)), ["any" if depth is None else f"{depth:.0%}" for depth in depths], fontsize=9)
-    axes.set(xlabel="tokens", ylabel="depth")
-    for (depth, length), value in values.items():
-        place = lengths.index(length), depths.index(depth)
+    has_depths = lines[0].depth is not None
+    ordered = sorted(lines, key=lambda line: line.depth or 0.0)
+    name_of = {line.key: f"{line.depth:.0%}" if has_depths else _words(line) for line in ordered}
+    rows = list(dict.fromkeys(name_of.values()))
+    values = [[float("nan")] * len(lengths) for _ in rows]
+    for line in lines:
+        row, column, value = rows.index(name_of[line.key]), lengths.index(line.length), line.accuracy or 0.0
+        values[row][column] = value
         color = "black" if value >= _LIGHT else "white"
-        axes.text(*place, f"{value:.0%}", ha="center", va="center", color=color, fontsize=9)
+        axes.text(column, row, f"{value:.0%}", ha="center", va="center", color=color, fontsize=9)
+    axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks(range(len(lengths)), [format_length(length) for length in lengths])
+    axes.set_yticks(range(len(rows)), rows, fontsize=9)
+    axes.set(xlabel="tokens", ylabel="depth" if has_depths else "")
 
 
 def _steps(lines: Sequence[Line], step: int) -> list[int]:
@@ -111,9 +124,9 @@ def _curve(lines: Sequence[Line], step: int) -> list[tuple[int, float]]:
     return sorted((line.length, line.loss) for line in of_step if line.loss is not None)
 
 
-def _accuracies(lines: Sequence[Line], step: int) -> dict[tuple, Line]:
+def _accuracies(lines: Sequence[Line], step: int) -> list[Line]:
     of_step = newest_of(line for line in lines if line.step == step and line.kind == RETRIEVAL)
-    return {key: line for key, line in of_step.items() if line.accuracy is not None}
+    return [line for line in of_step.values() if line.accuracy is not None]
 
 
 def _figure(width: float, height: float) -> Figure | None:

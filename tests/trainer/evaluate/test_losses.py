@@ -10,7 +10,7 @@ import pytest
 from trainer.data import Documents
 from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE
-from trainer.evaluate.losses import LossPlan
+from trainer.evaluate.losses import ChosenDocuments
 from trainer.evaluate.pictures import draw_loss_by_position, draw_retrieval
 from trainer.evaluate.results import Line, append_lines, describe, read_lines
 
@@ -39,7 +39,7 @@ def losses_of(plan):
 
 
 def test_the_parts_are_the_documents_tokens(documents):
-    plan = LossPlan.choose(documents, (32, 64, 256), num_documents=3, seed=1)
+    plan = ChosenDocuments.choose(documents, (32, 64, 256), num_documents=3, seed=1)
     for part, stream in zip(plan.parts, plan.streams(documents), strict=True):
         np.testing.assert_array_equal(stream, documents.stream(part.document, part.start, part.stop + 1))
         assert len(stream) == part.stop - part.start + 1
@@ -52,14 +52,14 @@ def test_the_parts_are_the_documents_tokens(documents):
     }
     # One of ≤ 8 targets, three of ≤ 64 and two of ≤ 128; all of the longer ones count as long.
     assert sorted(NUM_TARGETS[part.document] for part in plan.others) == [5, 33, 40, 64, 65, 100]
-    assert plan == LossPlan.choose(documents, (32, 64, 256), num_documents=3, seed=1)
-    drawn = {LossPlan.choose(documents, (256,), num_documents=1, seed=seed).long for seed in range(30)}
+    assert plan == ChosenDocuments.choose(documents, (32, 64, 256), num_documents=3, seed=1)
+    drawn = {ChosenDocuments.choose(documents, (256,), num_documents=1, seed=seed).long for seed in range(30)}
     assert len(drawn) == 5
 
 
 def test_bins_hold_the_means_of_single_tokens(documents):
     lengths = (32, 64, 256)
-    plan = LossPlan.choose(documents, lengths, num_documents=3, seed=2)
+    plan = ChosenDocuments.choose(documents, lengths, num_documents=3, seed=2)
     expected = defaultdict(list)
     for document in (part.document for part in plan.long):
         for target in range(256):
@@ -85,10 +85,10 @@ def test_bins_hold_the_means_of_single_tokens(documents):
 
 
 def test_lengths_that_no_document_fills_are_left_out(documents):
-    plan = LossPlan.choose(documents, (64, 512, 4096), num_documents=2, seed=0)
+    plan = ChosenDocuments.choose(documents, (64, 512, 4096), num_documents=2, seed=0)
     assert plan.lengths == (64, 512)
     assert {part.stop for part in plan.long} == {512}
-    plan = LossPlan.choose(documents, (2048, 4096), num_documents=2, seed=0)
+    plan = ChosenDocuments.choose(documents, (2048, 4096), num_documents=2, seed=0)
     assert (plan.lengths, plan.long, plan.contexts) == ((), (), ())
     kinds = {line.kind for line in plan.bin(losses_of(plan), shortest=2048)}
     assert kinds == {"loss_by_document_length", "short_context_loss"}
@@ -159,6 +159,11 @@ def test_pictures_are_drawn_of_what_there_is(tmp_path):
         assert pixels.shape[1] == 1080
         assert (pixels[0, 0] == 1).all(), "a white ground reads on any page"
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 50
+    # Another step had other tasks, or none.
+    more = [*LINES, Line("retrieval", 4096, "common_words", accuracy=0.5, num_examples=1, step=300)]
+    assert draw_retrieval(more, 300, tmp_path / "more.png")
+    assert image.imread(tmp_path / "more.png").shape[0] > image.imread(tmp_path / "map.png").shape[0]
+    assert draw_retrieval([*curve, *LINES], 300, tmp_path / "alone.png")
     assert not draw_loss_by_position(LINES, 300, tmp_path / "none.png")
     assert not draw_retrieval(curve, 9, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
