@@ -18,8 +18,8 @@ out: they mostly measure how well a tokenizer's rare tokens are copied. So is th
 
 These differ from RULER. Each context begins at another line of the haystack. An answer separates its parts by commas.
 Values of a key and common words are answered in the order in which the context has them first, so that a text has one
-answer. The words of `common_words` are made of syllables, since a million tokens need more words than a list would have.
-A context may have several questions, each with needles or a chain of its own.
+answer. The words of `common_words` are made of syllables: a million tokens need more words than a dictionary has. A
+context may have several questions, each with needles or a chain of its own.
 """
 
 from trainer.evaluate.tasks.documents import make_documents, write_documents

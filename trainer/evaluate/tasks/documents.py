@@ -30,7 +30,7 @@ def make_documents(
         num_bytes: least and most bytes of a document in UTF-8. A document is shorter by up to a word of its haystack
             or list, and longer by the questions after the first one. Lengths are uniform in their logarithm.
         num_questions: in each document of a task that can have several.
-        haystack: any text. Each document begins at a random character's line.
+        haystack: any text. Each document begins elsewhere in it.
         seed: other than that of an evaluation, whose needles would be in the documents, too.
 
     Raises:
@@ -45,7 +45,7 @@ def make_documents(
     tokenizer = ByteTokenizer()
     for number in range(num_documents):
         rng = np.random.default_rng([seed, number])
-        length = int(round(np.exp(rng.uniform(np.log(least), np.log(most)))))
+        length = round(float(np.exp(rng.uniform(np.log(least), np.log(most)))))
         start = int(rng.integers(max(len(haystack), 1)))
         # A context begins within `length` characters, and has no more than that.
         text = haystack[start : start + 2 * length]
@@ -61,8 +61,10 @@ def make_documents(
             haystack=text,
             seed=int(rng.integers(2**32)),
         )
-        answered = [tokenizer.decode([*question.prompt, *question.answer]) for question in example.questions]
-        yield tokenizer.decode(example.context) + "\n".join(answered)
+        answered = [
+            tokenizer.decode([*question.prompt.tolist(), *question.answer.tolist()]) for question in example.questions
+        ]
+        yield tokenizer.decode(example.context.tolist()) + "\n".join(answered)
 
 
 def write_documents(path: Path, documents: Iterable[str]) -> None:

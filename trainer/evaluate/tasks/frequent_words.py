@@ -48,8 +48,8 @@ class FrequentWords:
     def _draw_example(self, inputs: TaskInputs, rng: np.random.Generator) -> ContextAndQuestions:
         before = encode_document(inputs.tokenizer, _BEFORE)
         [newline] = encode_words(inputs.tokenizer, ["\n"])
-        # As many ranks as a text of one token a word has.
-        num_ranks = max(int(np.sqrt(inputs.length / _ZETA_2)), _NUM_ASKED + 1)
+        # At least as many ranks as have a word in a text of one token a word.
+        num_ranks = int(np.sqrt((MIN_WORDS + inputs.length) / _ZETA_2))
         words = [_NOISE, *draw_letters(rng, num_ranks - 1, _NUM_LETTERS)]
         question = encode_question(inputs.tokenizer, _PROMPT, words[1 : 1 + _NUM_ASKED])
         num_needed = len(before) + len(newline) + num_tokens_to_ask([question])
@@ -68,6 +68,9 @@ class FrequentWords:
             else:
                 over = middle
         order = rng.permutation(np.repeat(np.arange(num_ranks), _counts(most, num_ranks)))
+        # Some tokenizers join dots with a newline, so another word is the last one.
+        last = np.flatnonzero(order)[-1]
+        order[[last, -1]] = order[[-1, last]]
         return ContextAndQuestions(
             np.concatenate([before, *(encoded[word] for word in order.tolist()), newline]), (question,)
         )

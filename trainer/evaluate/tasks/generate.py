@@ -14,10 +14,10 @@ from trainer.evaluate.tasks.common_words import CommonWords, Repeats
 from trainer.evaluate.tasks.example import Example
 from trainer.evaluate.tasks.frequent_words import FrequentWords
 from trainer.evaluate.tasks.needles import Needles
-from trainer.evaluate.tasks.task import Draw, Task, TaskInputs
+from trainer.evaluate.tasks.task import Draw, RetrievalTask, TaskInputs
 from trainer.evaluate.tasks.variable_tracking import VariableTracking
 
-TASKS: Mapping[str, Task] = MappingProxyType(
+TASKS: Mapping[str, RetrievalTask] = MappingProxyType(
     {
         "niah_single": Needles(),
         "niah_multikey": Needles(num_distractors=3),
@@ -52,7 +52,7 @@ def make_examples(
     An example depends on the seed, the task and its number among the examples alone. Of several lengths or tokenizers,
     it has the same needles, questions and answers, and its haystack begins at the same line; how far it goes differs.
 
-    A context is filled up to a word of the haystack, or up to a repeated word of a list.
+    A context is filled up to a word of the haystack. A list is filled up to the next words with all their repeats.
 
     Args:
         task: one of `TASKS`.
@@ -60,11 +60,13 @@ def make_examples(
         num_examples: how many.
         num_questions: about each context, each with needles or a chain of its own. `common_words` and
             `frequent_words` have one question.
-        depths: fractions of the haystack from 0 to 1. Example i asks for needles at depth i modulo their number. The
-            needles of several questions are beside each other there. None: each example has a random depth. Tasks
-            whose questions ask for several needles, variables or words have no depth, and `depths` has no effect.
+        depths: fractions of the haystack from 0 to 1. Example i asks for a needle at depth i modulo their number. The
+            needles of several questions are beside each other there. Distractors are spread at random, and so are all
+            needles if it is None. Only `niah_single` and `niah_multikey` heed it: a question of the other tasks asks
+            for several needles, variables or words.
         tokenizer: the model's.
-        haystack: any text, repeated if it is too short. `common_words` and `frequent_words` have no use for it.
+        haystack: any text, repeated if it is too short. Of a long one, at most the first `2 * length` tokens are used.
+            `common_words` and `frequent_words` have no use for it.
         seed: at least 0.
 
     Returns:
@@ -86,7 +88,9 @@ def make_examples(
     """
     if task not in TASKS:
         raise UserMistake(f"there is no task {task!r}; take one of {', '.join(TASKS)}")
-    for name, value, least in (("num_examples", num_examples, 0), ("num_questions", num_questions, 1), ("seed", seed, 0)):
+    arguments = {"length": length, "num_questions": num_questions, "num_examples": num_examples, "seed": seed}
+    for name, value in arguments.items():
+        least = int(name in ("length", "num_questions"))
         if value < least:
             raise UserMistake(f"{name}={value} must be at least {least}")
     wrong = [depth for depth in depths or () if not 0 <= depth <= 1]
@@ -95,10 +99,8 @@ def make_examples(
     inputs = TaskInputs(task, length, num_questions, tokenizer, haystack)
     draws = []
     for number in range(num_examples):
-        rng = np.random.default_rng([seed, zlib.crc32(task.encode()), number])
-        drawn = float(rng.random())
-        depth = depths[number % len(depths)] if depths else drawn
-        draws.append(Draw(rng, depth if TASKS[task].takes_depth else None))
+        depth = depths[number % len(depths)] if depths and TASKS[task].takes_depth else None
+        draws.append(Draw(np.random.default_rng([seed, zlib.crc32(task.encode()), number]), depth))
     return [
         Example(task, length, draw.depth, context, questions)
         for draw, (context, questions) in zip(draws, TASKS[task].draw_examples(inputs, draws), strict=True)

@@ -21,8 +21,10 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 """The haystack of RULER's first single-needle task, and of its variable tracking."""
 
 _MAX_LINE_CHARACTERS = 256
-# No tokenizer of language models joins a newline with a character that isn't white space.
+# Published tokenizers join no newline with a character after it that isn't white space. Many join several newlines, and
+# some a newline with the indentation after it.
 _LINE_END = re.compile(r"\n(?=\S)")
+_INDENTED_LINE_END = re.compile(r"\n(?=[^\S\n]*\S)")
 _SENTENCE_END = re.compile(r"""[.!?]["')\]”’]*(?= )""")
 _WORD_END = re.compile(r"(?<=\S)(?=\s)")
 _LINES_AT_ONCE = 4096
@@ -31,8 +33,8 @@ _LINES_AT_ONCE = 4096
 def split_lines(text: str) -> Iterator[str]:
     """Cuts a text into lines, where a line may be put between any two.
 
-    A line ends where the next one isn't indented. Longer ones than 256 characters are cut at another newline, or else
-    wrapped: a newline replaces the space after a sentence, or else after a word.
+    A line ends where the next one isn't indented. A longer one than 256 characters is cut before an indented line, or
+    else wrapped: a newline replaces the space after a sentence, or else after a word.
 
     Args:
         text: the text.
@@ -56,14 +58,19 @@ def split_lines(text: str) -> Iterator[str]:
             return
         else:
             window = text[start:limit]
-            stop = window.rfind("\n") + 1
+            ends = [match.end() for match in _INDENTED_LINE_END.finditer(window)]
+            stop = ends[-1] if ends else window.rfind("\n") + 1
             if stop:
                 yield window[:stop]
             else:
                 ends = [match.end() for match in _SENTENCE_END.finditer(window)]
-                stop = ends[-1] if ends else max(window.rfind(" ", 1), 0)
-                yield window[: stop or None] + "\n"
-                stop = stop + 1 if stop else len(window)
+                stop = ends[-1] if ends else window.rfind(" ", 1)
+                if stop > 0:
+                    yield window[:stop] + "\n"
+                    stop += 1
+                else:
+                    yield window + "\n"
+                    stop = len(window)
             start += stop
 
 
@@ -101,13 +108,13 @@ class Haystack:
         stop = int(np.searchsorted(self.ends, begin + num_tokens, side="right"))
         ends = self.ends[start:stop] - begin
         num_whole = int(ends[-1]) if len(ends) else 0
-        cut = self._begin_line(stop, num_tokens - num_whole)
-        haystack = np.concatenate([self.tokens[begin : begin + num_whole], cut])
+        last_line = self._begin_line(stop, num_tokens - num_whole)
+        haystack = np.concatenate([self.tokens[begin : begin + num_whole], last_line])
         places = np.unique(np.concatenate([[0], ends, [len(haystack)]]))
-        targets = np.asarray(fractions, np.float64) * len(haystack)
-        pieces, last = [], 0
-        for number in np.argsort(targets, kind="stable").tolist():
-            place = int(places[np.abs(places - targets[number]).argmin()])
+        pieces: list[np.ndarray] = []
+        last = 0
+        for number in np.argsort(fractions, kind="stable").tolist():
+            place = int(places[np.abs(places - fractions[number] * len(haystack)).argmin()])
             pieces += [haystack[last:place], hidden[number]]
             last = place
         return np.concatenate([*pieces, haystack[last:]]).astype(np.int32)
@@ -142,7 +149,7 @@ def tokenize_haystack(text: str, tokenizer: Tokenizer, length: int) -> Haystack:
     num_starts = num_characters = num_tokens = num_before = 0
     remaining = split_lines(text)
     is_whole = False
-    while num_tokens - num_before < length:
+    while num_tokens - num_before <= length:
         batch = list(itertools.islice(remaining, _LINES_AT_ONCE))
         if not batch:
             is_whole = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from trainer.errors import UserMistake
 from trainer.evaluate.tasks.task import ContextAndQuestions, Draw, HiddenLines, TaskInputs, WrittenQuestion
 from trainer.evaluate.tasks.words import ADJECTIVES, NOUNS, draw_keys, draw_numbers
@@ -35,48 +37,41 @@ class Needles:
             yield self._hide(inputs, draw).in_haystack(inputs, draw.rng)
 
     def _hide(self, inputs: TaskInputs, draw: Draw) -> HiddenLines:
-        rng = draw.rng
         num_asked = inputs.num_questions * self.num_keys
-        keys = draw_keys(rng, num_asked + self.num_distractors, inputs.text)
+        num_keys = num_asked + self.num_distractors
+        keys = draw_keys(draw.rng, num_keys, inputs.text)
         if keys is None:
             raise UserMistake(
-                f"num_questions={inputs.num_questions:,} of {inputs.task} needs {num_asked + self.num_distractors:,} "
-                f"keys that the haystack doesn't have; there are at most {len(ADJECTIVES) * len(NOUNS):,}, so ask "
-                "fewer questions, or take another haystack"
+                f"num_questions={inputs.num_questions:,} of {inputs.task} needs {num_keys:,} keys that the haystack "
+                f"doesn't have; there are at most {len(ADJECTIVES) * len(NOUNS):,}, so ask fewer questions, or take "
+                "another haystack"
             )
-        numbers = draw_numbers(rng, num_asked * self.num_values + self.num_distractors, _NUM_DIGITS)
-        owners = [key for key in keys[:num_asked] for _ in range(self.num_values)] + keys[num_asked:]
-        fractions = rng.random(len(numbers))
-        # Several values of a key are asked for in the order of the context.
-        asked = fractions[: num_asked * self.num_values].reshape(num_asked, self.num_values)
-        asked.sort(axis=1)
+        num_values_asked = num_asked * self.num_values
+        numbers = draw_numbers(draw.rng, num_values_asked + self.num_distractors, _NUM_DIGITS)
+        owners = [*np.repeat(keys[:num_asked], self.num_values).tolist(), *keys[num_asked:]]
+        fractions = draw.rng.random(len(numbers))
+        # The values of a key are asked for in the order of the context.
+        fractions[:num_values_asked] = np.sort(fractions[:num_values_asked].reshape(num_asked, -1)).ravel()
         if draw.depth is not None:
-            asked[:] = draw.depth
-        some = "A special magic number is" if len(numbers) == 1 else "Some special magic numbers are"
-        them = "the number" if len(numbers) == 1 else "the numbers"
-        values: dict[str, list[str]] = {key: [] for key in keys}
-        for owner, number in zip(owners, numbers, strict=True):
-            values[owner].append(number)
-        groups = (keys[first : first + self.num_keys] for first in range(0, num_asked, self.num_keys))
+            fractions[:num_values_asked] = draw.depth
+        needles = list(zip(owners, numbers, strict=True))
+        is_one = len(needles) == 1
         return HiddenLines(
-            before=f"{some} hidden within the following text. Make sure to memorize it. "
-            f"I will quiz you about {them} afterwards.\n",
-            lines=tuple(
-                f"One of the special magic numbers for {owner} is: {number}."
-                for owner, number in zip(owners, numbers, strict=True)
-            ),
+            before=f"{'A special magic number is' if is_one else 'Some special magic numbers are'} hidden within the "
+            "following text. Make sure to memorize it. I will quiz you about the "
+            f"{'number' if is_one else 'numbers'} afterwards.\n",
+            lines=tuple(f"One of the special magic numbers for {key} is: {number}." for key, number in needles),
             fractions=tuple(fractions.tolist()),
             questions=tuple(
-                WrittenQuestion(_prompt(group, self.num_values), tuple(value for key in group for value in values[key]))
-                for group in groups
+                self._ask(keys[first : first + self.num_keys], needles) for first in range(0, num_asked, self.num_keys)
             ),
         )
 
-
-def _prompt(keys: Sequence[str], num_values: int) -> str:
-    named = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
-    if len(keys) * num_values == 1:
-        what, them = "What is", f"special magic number for {named} mentioned in the provided text"
-        return f"{what} the {them}? The {them} is"
-    them = f"special magic numbers for {named} mentioned in the provided text"
-    return f"What are all the {them}? The {them} are"
+    def _ask(self, keys: Sequence[str], needles: Sequence[tuple[str, str]]) -> WrittenQuestion:
+        values = tuple(number for key in keys for owner, number in needles if owner == key)
+        named = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+        if len(values) == 1:
+            asked = f"special magic number for {named} mentioned in the provided text"
+            return WrittenQuestion(f"What is the {asked}? The {asked} is", values)
+        asked = f"special magic numbers for {named} mentioned in the provided text"
+        return WrittenQuestion(f"What are all the {asked}? The {asked} are", values)

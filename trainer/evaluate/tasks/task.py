@@ -68,7 +68,7 @@ class TaskInputs:
             )
 
 
-class Task(Protocol):
+class RetrievalTask(Protocol):
     """How the examples of a task are drawn.
 
     Attributes:

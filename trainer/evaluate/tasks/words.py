@@ -7,32 +7,30 @@ import string
 
 import numpy as np
 
-ADJECTIVES = tuple(
-    """
-    able amber ancient brave brief bright brisk broad calm careful clean clever cold curious daring deep eager early
-    easy empty even fair famous fancy fast fine firm fresh gentle giant glad golden good grand great green happy heavy
-    hidden honest hollow humble icy idle jolly keen kind large late lazy light little lively lone long loud loyal lucky
-    mellow merry mild modest narrow neat new nimble noble odd old open pale patient plain polite proud pure quick quiet
-    rapid rare ready red rich ripe robust rough round royal rural rusty safe sandy secret shady sharp shiny short shy
-    silent silver simple slim slow small smooth soft solid spare steady steep still strange strong sturdy subtle sunny
-    sweet swift tall tame tender thick thin tidy tiny vast vivid warm wide wild wise witty young
-    """.split()
-)
-NOUNS = tuple(
-    """
-    anchor apple arrow badge bakery barn basket beach bell bench bird blanket board boat bottle bowl branch bread brick
-    bridge brush bucket button cabin camera candle canyon carpet castle chair cherry circle clock cloud coast coin
-    copper corner cotton cradle crater crown cup curtain desert desk door drawer drum eagle engine fabric feather fence
-    field flag flame flower forest fountain garden gate glass glove grape guitar hammer harbor hat hill horse hotel
-    island jacket jar jewel juice kettle key kitchen kite ladder lake lamp lantern leaf lemon letter library lighthouse
-    lion magnet map maple market meadow melon mirror mountain museum needle nest novel oak ocean onion orange orchard
-    otter oven owl paddle painter palace paper parrot peach pebble pencil pepper piano pillow pine pirate planet plate
-    pocket pond poppy puzzle rabbit radio raft rail raven ribbon river road robot rocket roof rope rose sail salad
-    saddle school shell shelf ship shirt shoe shore sister sketch sofa spoon spring stable stairs star statue stone
-    storm street sugar sword table tailor tea temple tent theater ticket tiger tower train tree trumpet tulip tunnel
-    turtle valley vase village violin voyage wagon wallet water whale wheel willow window winter wolf yard zebra
-    """.split()
-)
+_ADJECTIVES = """
+able amber ancient brave brief bright brisk broad calm careful clean clever cold curious daring deep eager early
+easy empty even fair famous fancy fast fine firm fresh gentle giant glad golden good grand great green happy heavy
+hidden honest hollow humble icy idle jolly keen kind large late lazy light little lively lone long loud loyal lucky
+mellow merry mild modest narrow neat new nimble noble odd old open pale patient plain polite proud pure quick quiet
+rapid rare ready red rich ripe robust rough round royal rural rusty safe sandy secret shady sharp shiny short shy
+silent silver simple slim slow small smooth soft solid spare steady steep still strange strong sturdy subtle sunny
+sweet swift tall tame tender thick thin tidy tiny vast vivid warm wide wild wise witty young
+"""
+_NOUNS = """
+anchor apple arrow badge bakery barn basket beach bell bench bird blanket board boat bottle bowl branch bread brick
+bridge brush bucket button cabin camera candle canyon carpet castle chair cherry circle clock cloud coast coin
+copper corner cotton cradle crater crown cup curtain desert desk door drawer drum eagle engine fabric feather fence
+field flag flame flower forest fountain garden gate glass glove grape guitar hammer harbor hat hill horse hotel
+island jacket jar jewel juice kettle key kitchen kite ladder lake lamp lantern leaf lemon letter library lighthouse
+lion magnet map maple market meadow melon mirror mountain museum needle nest novel oak ocean onion orange orchard
+otter oven owl paddle painter palace paper parrot peach pebble pencil pepper piano pillow pine pirate planet plate
+pocket pond poppy puzzle rabbit radio raft rail raven ribbon river road robot rocket roof rope rose sail salad
+saddle school shell shelf ship shirt shoe shore sister sketch sofa spoon spring stable stairs star statue stone
+storm street sugar sword table tailor tea temple tent theater ticket tiger tower train tree trumpet tulip tunnel
+turtle valley vase village violin voyage wagon wallet water whale wheel willow window winter wolf yard zebra
+"""
+ADJECTIVES = tuple(_ADJECTIVES.split())
+NOUNS = tuple(_NOUNS.split())
 
 _SYLLABLES = tuple(consonant + vowel for consonant in "bdfghjklmnprstvz" for vowel in "aeiou")
 NUM_SYLLABIC_WORDS = len(_SYLLABLES) ** 3
