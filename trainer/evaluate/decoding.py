@@ -70,8 +70,7 @@ class ContextDecoder:
         self._capacity = (-(-length // block) + num_questions * own_blocks) * block
         laid_out = nnx.eval_shape(lambda: GPT(unrolled_config(config), rngs=nnx.Rngs(0)))
         self._graphdef = nnx.split(laid_out, nnx.Param)[0]
-        self._slabs: _Slabs | None = None
-        self._read = jax.jit(self._read_context, donate_argnums=1)
+        self._read = jax.jit(self._read_context)
         self._continue = jax.jit(self._add_tokens, donate_argnums=2)
         self._lay_out = jax.jit(lambda params: unroll_params(config, params))
 
@@ -97,7 +96,7 @@ class ContextDecoder:
         Args:
           params: from `lay_out`.
           context: what all questions are about.
-          prompts: the questions, any number of them.
+          prompts: the questions, any number of them, each of a token at least.
           is_whole: (number of the question, its answer so far) → True where no more tokens are wanted. It hears of each
             token a step late, so that the device doesn't wait for the host.
 
@@ -106,14 +105,11 @@ class ContextDecoder:
         """
         tokens = np.zeros((1, self._length), np.int32)
         tokens[0, : len(context)] = context
-        slabs = self._empty_slabs() if self._slabs is None else self._slabs
-        self._slabs = None  # they are donated: after a failure there are none
-        table, slabs = self._read(params, slabs, tokens, np.array([len(context)], np.int32))
+        table, slabs = self._read(params, tokens, np.array([len(context)], np.int32))
         answers: list[list[int]] = []
         for start in range(0, len(prompts), self._num_questions):
             group = prompts[start : start + self._num_questions]
             slabs = self._answer_group(params, table, slabs, group, answers, is_whole)
-        self._slabs = slabs
         return answers
 
     def _answer_group(self, params, table, slabs, prompts, answers, is_whole) -> _Slabs:
@@ -130,8 +126,9 @@ class ContextDecoder:
             added = newest
             if number < self._num_new - 1:
                 newest, table, slabs = self._continue(params, table, slabs, added[:, None], np.minimum(counts, 1))
+            on_host = np.asarray(added)
             for index in np.flatnonzero(is_open).tolist():
-                answers[first + index].append(int(np.asarray(added)[index]))
+                answers[first + index].append(int(on_host[index]))
                 is_open[index] = not is_whole(first + index, answers[first + index])
             if not is_open.any():
                 break
@@ -146,14 +143,14 @@ class ContextDecoder:
         return tuple((cache.key, cache.value) for cache in caches)
 
     def _read_context(
-        self, params: Any, slabs: _Slabs, tokens: Int[Array, "1 L"], num_tokens: Int[Array, " 1"]
+        self, params: Any, tokens: Int[Array, "1 L"], num_tokens: Int[Array, " 1"]
     ) -> tuple[SlotTable, _Slabs]:
         """Reads a context for all sequences."""
         model: Any = nnx.merge(self._graphdef, params)
         table = SlotTable.empty(self._num_questions, self._capacity)
         _, caches = model.prefill(
             tokens,
-            _caches(table, slabs),
+            _caches(table, self._empty_slabs()),
             sequences=jnp.zeros(1, jnp.int32),
             num_tokens=num_tokens,
             context_length=self._length,

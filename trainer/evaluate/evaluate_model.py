@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ import rich.console
 
 from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
 from trainer.compile.persistent_cache import use_compilation_cache
-from trainer.config import MeshConfig
+from trainer.config import MeshConfig, TrainConfig
 from trainer.data import Documents, Tokenizer
 from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
@@ -147,7 +147,8 @@ def _measure(subject: Subject, work: _Work, command: EvaluateCommand, console: C
     """Starts the devices and measures everything, losses first."""
     config = _on_devices_at_hand(subject, console)
     mesh = make_mesh(config.mesh)
-    forward = TokenForward(config, mesh, max((part.stop - part.start for part in _parts(work)), default=1))
+    parts = () if work.losses is None else work.losses.parts
+    forward = TokenForward(config, mesh, max((part.stop - part.start for part in parts), default=1))
     with console.working("loading parameters"):
         params = subject.load(forward.abstract_params)
     console.note(
@@ -183,23 +184,14 @@ def _measure(subject: Subject, work: _Work, command: EvaluateCommand, console: C
         yield from mean_scores(examples, scores)
 
 
-def _parts(work: _Work) -> Sequence[Any]:
-    return () if work.losses is None else work.losses.parts
-
-
-def _on_devices_at_hand(subject: Subject, console: Console) -> Any:
-    """The config, with the run's mesh if this machine has as many devices, and one device otherwise."""
-    config = subject.config
-    num_devices = math.prod(dataclasses.asdict(config.mesh).values())
-    if num_devices == 1:
-        return config
-    available = make_mesh(MeshConfig()).devices.flat[0].client.device_count()
-    if available >= num_devices:
-        return config
-    console.note(f"the run had {num_devices} devices, and {available} are here: one is used")
-    shards = config.mesh.data * config.mesh.fsdp
-    assert config.batch_size % shards == 0, "as the run's config was checked"
-    return dataclasses.replace(config, mesh=MeshConfig())
+def _on_devices_at_hand(subject: Subject, console: Console) -> TrainConfig:
+    """The config, with the run's mesh if there are as many devices, and one device otherwise."""
+    make_mesh(MeshConfig())  # starts the devices, or tells why they can't be
+    num_needed = math.prod(dataclasses.astuple(subject.config.mesh))
+    if jax.device_count() >= num_needed:
+        return subject.config
+    console.note(f"the run had {num_needed} devices, and here are {jax.device_count()}: one of them is used")
+    return dataclasses.replace(subject.config, mesh=MeshConfig())
 
 
 def _make_folder(output: Path) -> None:
