@@ -7,9 +7,9 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,8 @@ from trainer.evaluate.tasks import NOISE, Example, make_examples
 from trainer.step.sharding import make_mesh, on_one_device
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
+
+_T = TypeVar("_T")
 
 _MAX_HAYSTACK_BYTES = 2**28
 
@@ -65,37 +67,43 @@ def run(command: EvaluateCommand) -> None:
     begun = time.perf_counter()
     try:
         with running("evaluating"):
-            measured = list(_measure(subject, work, command, console))
+            # As they come: an end at the longest length mustn't cost what the others took.
+            for step, measured in _measure(subject, work, command, console):
+                lines = [dataclasses.replace(line, step=step, seed=command.seed) for line in measured]
+                _written(output, functools.partial(append_lines, output / FILE_NAME, lines))
     except OutOfMemory as error:
         raise TrainingFailed(
             f"evaluating: out of memory on {'this machine' if error.on_host else 'a device'}: {error.reason}\n"
             f"  {describe_host() if error.on_host else describe_device(jax.local_devices()[0], 1)}\n"
             "  what helps: shorter --lengths, fewer --questions, or a mesh of more devices"
         ) from error
-    lines = [dataclasses.replace(line, step=subject.step, seed=command.seed) for line in measured]
-    _write(output, lines, subject.step, console)
+    known = read_lines(output / FILE_NAME)
+    pictures = {"loss_by_position.png": draw_loss_by_position, "retrieval.png": draw_retrieval}
+    drawn = [
+        name for name, draw in pictures.items() if _written(output, functools.partial(draw, known, step, output / name))
+    ]
+    print(describe(known, step), flush=True)
+    console.note(f"written to {output}: {', '.join([FILE_NAME, *drawn])}")
     console.note(f"evaluated in {format_seconds(time.perf_counter() - begun)}, compiling included")
 
 
 def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work:
-    documents = find_documents(command, subject, console)
-    if documents is None:
-        console.note("no losses are measured: --files GLOB names documents for them")
-    lengths = command.token_lengths
-    losses = None
-    if documents is not None:
-        losses = ChosenDocuments.choose(documents, lengths, command.documents, command.seed)
-        if left := [format_length(length) for length in lengths if length not in losses.lengths]:
-            console.warning(f"no document is as long as {', '.join(left)} tokens; losses are of shorter ones")
-    names = command.task_names
+    lengths, names = command.token_lengths, command.task_names
     if names and subject.tokenizer is None:
         unknown = "the model's tokenizer is unknown, and tasks are texts; give its tokenizer.json with --tokenizer"
         if command.asks_for_tasks:
             raise UserMistake(f"--tasks {' '.join(command.tasks)}: {unknown}")
         console.note(f"no tasks: {unknown}")
         names = ()
-    if documents is None and not names:
-        raise UserMistake("there is nothing to evaluate: no documents and no tasks; give --files, or --tokenizer")
+    documents, losses = find_documents(command, subject, console), None
+    if documents is None:
+        if not names:
+            raise UserMistake("there is nothing to evaluate: no documents and no tasks; give --files, or --tokenizer")
+        console.note("no losses are measured: --files GLOB names documents for them")
+    else:
+        losses = ChosenDocuments.choose(documents, lengths, command.documents, command.seed)
+        if left := [format_length(length) for length in lengths if length not in losses.lengths]:
+            console.warning(f"no document is as long as {', '.join(left)} tokens; losses are of shorter ones")
     examples: dict[int, list[Example]] = {}
     if subject.tokenizer is not None and names:
         try:
@@ -113,6 +121,8 @@ def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work
                         if command.asks_for_tasks:
                             raise
                         console.note(f"left out: {refused}")
+    if documents is None and not any(examples.values()):
+        raise UserMistake(f"there is nothing to evaluate: --lengths {command.lengths} is too short for every task")
     return _Work(documents, losses, examples)
 
 
@@ -143,16 +153,18 @@ def _read_haystack(path: Path) -> str:
         raise UserMistake(f"--haystack {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
 
 
-def _measure(subject: Subject, work: _Work, command: EvaluateCommand, console: Console) -> Iterator[Line]:
-    """Starts the devices and measures everything, losses first."""
+def _measure(
+    subject: Subject, work: _Work, command: EvaluateCommand, console: Console
+) -> Iterator[tuple[int, list[Line]]]:
+    """Starts the devices and measures everything: the step, with the lines of the losses, then of each length."""
     config = _on_devices_at_hand(subject, console)
     mesh = make_mesh(config.mesh)
     parts = () if work.losses is None else work.losses.parts
     forward = TokenForward(config, mesh, max((part.stop - part.start for part in parts), default=1))
     with console.working("loading parameters"):
-        params = subject.load(forward.abstract_params)
+        step, params = subject.load(forward.abstract_params)
     console.note(
-        f"{subject.name} at step {subject.step}: {format_count(config.model.num_parameters)} parameters, "
+        f"{subject.name} at step {step}: {format_count(config.model.num_parameters)} parameters, "
         f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
     )
     if work.documents is not None and work.losses is not None:
@@ -162,7 +174,7 @@ def _measure(subject: Subject, work: _Work, command: EvaluateCommand, console: C
             nats = [losses.nats for losses in forward(params, streams)]
         num_tokens = sum(map(len, nats))
         console.note(f"losses of {num_tokens:,} tokens in {format_seconds(time.perf_counter() - begun)}")
-        yield from work.losses.bin(nats, command.token_lengths[0])
+        yield step, work.losses.bin(nats, command.token_lengths[0])
     laid_out = None
     for length, examples in work.examples.items():
         if not examples:
@@ -181,7 +193,7 @@ def _measure(subject: Subject, work: _Work, command: EvaluateCommand, console: C
             f"{format_length(length)}: {len(examples)} contexts in {format_seconds(time.perf_counter() - begun)}, "
             f"{format_bytes(decoder.cache_bytes)} of keys and values"
         )
-        yield from mean_scores(examples, scores)
+        yield step, list(mean_scores(examples, scores))
 
 
 def _on_devices_at_hand(subject: Subject, console: Console) -> TrainConfig:
@@ -201,20 +213,8 @@ def _make_folder(output: Path) -> None:
         raise UserMistake(f"--output {output} can't be made: {error.strerror}; name another folder") from error
 
 
-def _write(output: Path, lines: Sequence[Line], step: int, console: Console) -> None:
-    path = output / FILE_NAME
+def _written(output: Path, write: Callable[[], _T]) -> _T:
     try:
-        append_lines(path, lines)
-        known = read_lines(path)
-        drawn = [
-            str(picture)
-            for picture, draw in (
-                (output / "loss_by_position.png", draw_loss_by_position),
-                (output / "retrieval.png", draw_retrieval),
-            )
-            if draw(known, step, picture)
-        ]
+        return write()
     except OSError as error:
-        raise TrainingFailed(f"{path} can't be written: {error.strerror}") from error
-    print(describe(known, step), flush=True)
-    console.note(f"written: {', '.join([str(path), *drawn])}")
+        raise TrainingFailed(f"{output} can't be written: {error.strerror}") from error

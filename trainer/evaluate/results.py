@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,12 @@ from trainer.files.atomic import write_atomically
 
 RETRIEVAL = "retrieval"
 FILE_NAME = "evaluations.jsonl"
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "str | None": (str, type(None)),
+    "float | None": (float, int, type(None)),
+}
 _NAMES = {
     "loss_of_last_tokens": "loss of the last tokens after a context",
     "loss_by_document_length": "loss of documents by length",
@@ -157,19 +162,9 @@ def format_length(length: int) -> str:
 
 
 def _parse(text: bytes) -> Line | None:
-    types = {"kind": str, "length": int, "num_examples": int, "num_tokens": int, "step": int, "seed": int}
-    optional = {"task": str, "depth": float, "accuracy": float, "loss": float}
     try:
-        values = json.loads(text)
-        if not isinstance(values, dict) or values.keys() != types.keys() | optional.keys():
-            return None
-        for name, kind in (types | optional).items():
-            value = values[name]
-            if value is None and name in optional:
-                continue
-            is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
-            if not (is_number if kind is float else type(value) is kind):
-                return None
-        return Line(**values)
-    except (ValueError, RecursionError):
+        line = Line(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
         return None
+    values = ((getattr(line, field.name), _TYPES[str(field.type)]) for field in dataclasses.fields(Line))
+    return line if all(isinstance(value, types) and type(value) is not bool for value, types in values) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,17 +36,17 @@ class Subject:
 
     name: str
     config: TrainConfig
-    """A run's, or one made for a folder's model."""
-    step: int
-    """Of the run's checkpoint; 0 for a folder's model."""
+    """A run's, or one made for a folder's model. The fastest backends of this device serve it, whichever served the
+    run."""
     tokenizer: Tokenizer | None
     """None: unknown."""
     trained_length: int | None
     """Tokens of the sequences that a run trained on; None: unknown."""
     num_positions: int | None
     """Tokens that a folder's model has positions for; None: any number."""
-    load: Callable[[Any], Any]
-    """Shapes, dtypes and shardings of the parameters → the parameters. Raises UserMistake or TrainingFailed."""
+    load: Callable[[Any], tuple[int, Any]]
+    """Shapes, dtypes and shardings of the parameters → their step and the parameters: a run may have removed the
+    checkpoint meanwhile, and has a newer one then. Raises UserMistake or TrainingFailed."""
 
     def check_lengths(self, command: EvaluateCommand) -> str | None:
         """A warning about lengths that the run has never trained on, or None.
@@ -89,14 +90,19 @@ def _open_run(command: EvaluateCommand, workdir: Path, console: Console) -> Subj
     tokenizer = load_trained_tokenizer(saved, command.tokenizer, setting="--tokenizer")
     if tokenizer is not None:
         check_tokenizer(tokenizer, checkpoint, config.model)
+
+    def load(abstract: Any) -> tuple[int, Any]:
+        restored, params = restore_params(checkpoint, abstract)
+        return restored.step, params
+
+    model = dataclasses.replace(config.model, implementation=None, decode_implementation=None)
     return Subject(
         config.name,
-        config,
-        checkpoint.step,
+        dataclasses.replace(config, model=model),
         tokenizer,
         trained_length=config.sequence_length,
         num_positions=None,
-        load=lambda abstract: restore_params(checkpoint, abstract)[1],
+        load=load,
     )
 
 
@@ -122,10 +128,10 @@ def _open_folder(command: EvaluateCommand, folder: Path) -> Subject:
             f"--model {folder}; give the model's own with --tokenizer"
         )
 
-    def load(abstract: Any) -> Any:
+    def load(abstract: Any) -> tuple[int, Any]:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
         try:
-            return read_params(folder, model, shardings)
+            return 0, read_params(folder, model, shardings)
         except (ValueError, OSError) as refused:
             if reason_of(refused) is not None:  # as JAX tells that memory ran out
                 raise
@@ -134,7 +140,6 @@ def _open_folder(command: EvaluateCommand, folder: Path) -> Subject:
     return Subject(
         folder.absolute().name or "model",
         TrainConfig(name="evaluation", model=model, num_steps=1, optimizer=OptimizerConfig(num_warmup_steps=0)),
-        step=0,
         tokenizer=tokenizer,
         trained_length=None,
         num_positions=num_positions if isinstance(num_positions, int) else None,

@@ -16,9 +16,11 @@ from layers.pretrained.table import parameter_shapes
 from tests.layers.decoder_oracle import decoder_logits
 from tests.seeds import seeded_rng
 from trainer.checkpoints.training_state import Checkpoints
+from trainer.config import MeshConfig
 from trainer.config.file import load_config
 from trainer.config.resume_changes import ConfigHistory
 from trainer.data import load_corpus
+from trainer.errors import TrainingFailed
 from trainer.evaluate import evaluate_model
 from trainer.evaluate.__main__ import main
 from trainer.evaluate.results import read_lines
@@ -46,8 +48,9 @@ def trained(trainer_command, tmp_path_factory):
     """What a run of the tiny config leaves, its steps left out: the workdir, and its parameters by step."""
     config = load_config(trainer_command.config)
     masks = (CausalMask() & LocalMask(63, 0),)
-    model = dataclasses.replace(MODEL, masks=masks, mlp="gelu")
-    config = dataclasses.replace(config, model=model, sequence_length=128)
+    # It ran on a GPU, over four devices.
+    model = dataclasses.replace(MODEL, masks=masks, mlp="gelu", decode_implementation="triton")
+    config = dataclasses.replace(config, model=model, sequence_length=128, mesh=MeshConfig(fsdp=2, context=2))
     workdir = claim_workdir(tmp_path_factory.mktemp("evaluated") / "run", config)
     rng, params = seeded_rng("evaluated"), {}
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=2)
@@ -82,6 +85,7 @@ def evaluate(capsys):
     return run_command
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_a_run_is_evaluated_before_and_after(trained, evaluate):
     what = ("--tasks", "niah_single", "--questions", "2", "--depths", "2", "--documents", "100", "--seed", "3")
     status, _, errors = evaluate("--workdir", trained.path, *what, "--lengths", "128,700")
@@ -92,6 +96,7 @@ def test_a_run_is_evaluated_before_and_after(trained, evaluate):
     status, output, errors = evaluate("--workdir", trained.path, *what, "--lengths", "500,700", "--step", "20")
     assert status == 0, errors
     assert "trained on sequences of 128 tokens" in errors
+    assert "parameters, 4 × cpu" in errors
     assert "→" not in output
     status, output, errors = evaluate("--workdir", trained.path, *what, "--lengths", "500,700")
     assert status == 0, errors
@@ -124,6 +129,33 @@ def test_a_run_is_evaluated_before_and_after(trained, evaluate):
         _check(of_step["loss_of_last_tokens", 700], [each[-250:] for each in long])
         ends = [_nats(trained, step, stream[-501:])[-250:] for stream in streams if len(stream) == 701]
         _check(of_step["loss_of_last_tokens", 500], ends)
+
+
+def test_what_was_measured_is_kept_where_the_rest_fails(trained, evaluate, tmp_path, monkeypatch):
+    def fails_at_600(decoder, params, example, tokenizer):
+        if example.length == 600:
+            raise TrainingFailed("there was no room")
+        return [1.0, 0.5]
+
+    monkeypatch.setattr(evaluate_model, "score_example", fails_at_600)
+    what = ("--lengths", "500,600", "--tasks", "niah_single", "--questions", "2", "--depths", "1", "--documents", "1")
+    status, output, errors = evaluate("--workdir", trained.path, *what, "--output", tmp_path)
+    assert (status, output) == (1, "")
+    assert "there was no room" in errors
+    lines = read_lines(tmp_path / "evaluations.jsonl")
+    assert [(line.length, line.depth, line.accuracy) for line in lines if line.kind == "retrieval"] == [
+        (500, 0.5, 0.75)
+    ]
+    assert any(line.kind == "short_context_loss" for line in lines)
+
+
+def test_a_run_of_more_devices_than_there_are_is_evaluated_on_one(trained):
+    notes = []
+    larger = dataclasses.replace(trained.config, batch_size=64, mesh=MeshConfig(data=64))
+    console = SimpleNamespace(note=notes.append)
+    found = evaluate_model._on_devices_at_hand(SimpleNamespace(config=larger), console)
+    assert found.mesh == MeshConfig()
+    assert notes == [f"the run had 64 devices, and here are {jax.device_count()}: one of them is used"]
 
 
 def _nats(trained, step, stream):
@@ -191,6 +223,7 @@ def test_a_task_that_is_too_long_is_left_out_of_all(folder, evaluate, tmp_path):
         ("--model {folder} --lengths 1k --output {out}", "there is nothing to evaluate"),
         ("--model {folder} --lengths 1k --files {out}/*.txt --output {out}", "give it with --tokenizer"),
         ("--model {folder} --lengths 1k --files {out}/*.txt --tokenizer byte --output {out}", "--files"),
+        ("--model {folder} --lengths 64 --tokenizer byte --output {out}", "--lengths 64 is too short for every task"),
         ("--model {run} --output {out}", "is the workdir of a run; give it with --workdir"),
         ("--model {out} --output {out}", "has no file config.json"),
         ("--workdir {out} --lengths 1k", "holds no config.json"),
