@@ -11,6 +11,7 @@ import numpy as np
 from trainer.data import ByteTokenizer
 from trainer.errors import UserMistake
 from trainer.evaluate.tasks.generate import make_examples
+from trainer.files.atomic import write_atomically
 
 
 def make_documents(
@@ -68,7 +69,9 @@ def make_documents(
 
 
 def write_documents(path: Path, documents: Iterable[str]) -> None:
-    """Writes documents as JSON lines with a field `text`, as `data.source=jsonl` reads them."""
-    with path.open("w", encoding="utf-8") as file:
-        for document in documents:
-            file.write(json.dumps({"text": document}, ensure_ascii=False) + "\n")
+    """Writes documents as JSON lines with a field `text`, as `data.source=jsonl` reads them.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    write_atomically(path, (json.dumps({"text": each}, ensure_ascii=False).encode() + b"\n" for each in documents))

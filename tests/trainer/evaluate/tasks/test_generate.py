@@ -1,5 +1,7 @@
 """What every task keeps to, with every family of tokenizers."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -137,6 +139,23 @@ def test_depths_take_turns_where_one_needle_is_asked_for(draw, task):
     takes_depth = task in ("niah_single", "niah_multikey")
     assert [example.depth for example in examples] == ([0.25, 0.75, 0.25, 0.75, 0.25] if takes_depth else [None] * 5)
     assert [example.depth for example in draw(task, 5000, num_examples=2)] == [None] * 2
+
+
+@pytest.mark.parametrize("task", ["niah_single", "variable_tracking"])
+def test_contexts_begin_at_any_line_of_the_beginning(draw, task, tokenizers_by_family):
+    haystack = "\n".join(f"This is line {number}." for number in range(5000))
+    begun = {
+        family: [
+            int(re.findall(r"This is line (\d+)\.", tokenizer.decode(example.context))[0])
+            for example in draw(task, 6000, num_examples=60, tokenizer=tokenizer, haystack=haystack)
+        ]
+        for family, tokenizer in tokenizers_by_family.items()
+    }
+    last = haystack[:6000].count("\n")
+    assert all(0 <= number <= last for number in begun["byte"])
+    assert min(begun["byte"]) < last / 5
+    assert max(begun["byte"]) > last * 4 / 5
+    assert set(map(tuple, begun.values())) == {tuple(begun["byte"])}
 
 
 class CountingTokenizer(ByteTokenizer):
