@@ -1,1 +1,1 @@
-"""Evaluation of a model at length."""
+"""`python -m trainer.evaluate`: losses by position and by length, and retrieval from long contexts."""
