@@ -59,7 +59,8 @@ class Curves:
 
     def at_steps(self, axis: Axis, steps: Sequence[int] | Int64[np.ndarray, " V"]) -> Float[np.ndarray, " V"]:
         """The place of steps on an axis."""
-        return np.interp(steps, *(np.insert(self.done[each], 0, 0.0) for each in ("steps", axis)))
+        logged, places = (np.insert(self.done[each], 0, 0.0) for each in ("steps", axis))
+        return np.interp(steps, logged, places)
 
     def smoothed(self, axis: Axis, width: float) -> Float[np.ndarray, " N"]:
         """The training loss as a mean of the finite ones within (x - width, x]; NaN where there is none.

@@ -40,9 +40,9 @@ def comparison_table(runs: Sequence[ComparedRun], window: float) -> list[str]:
     """
     sections = {
         "run": _describe_runs(runs),
-        "config, where it differs": differing_fields(runs),
+        "config, where it differs": _differing_fields(runs) or [TableRow("nothing differs", [""] * len(runs))],
         "a later phase begins after": _phases(runs),
-        f"training loss, nats per token, mean over {window:.0%} of the way": list(_losses(runs, window)),
+        f"training loss, nats per token, mean over {100 * window:g}% of the way": list(_losses(runs, window)),
         "validation loss, nats per token": list(_losses(runs, None)),
         "speed": list(_speed(runs)),
         "memory": list(_memory(runs)),
@@ -58,14 +58,14 @@ def comparison_table(runs: Sequence[ComparedRun], window: float) -> list[str]:
     return list(_align(table))
 
 
-def differing_fields(runs: Sequence[ComparedRun]) -> list[TableRow]:
+def _differing_fields(runs: Sequence[ComparedRun]) -> list[TableRow]:
     """The fields of the configs that aren't the same in all runs, those of each phase by themselves."""
     configs = [_fields(run) for run in runs]
     names = dict.fromkeys(itertools.chain.from_iterable(configs))
     # As JSON: True equals 1 in Python.
     texts = {name: [json.dumps(config.get(name), sort_keys=True) for config in configs] for name in names}
     return [
-        TableRow(name, [_value_text(config[name]) if name in config else NOTHING for config in configs])
+        TableRow(name, [shorten(repr(config[name])) if name in config else NOTHING for config in configs])
         for name in names
         if len(set(texts[name])) > 1
     ]
@@ -88,18 +88,12 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _value_text(value: Any) -> str:
-    return shorten(value if isinstance(value, str) and value else repr(value))
-
-
 def _describe_runs(runs: Sequence[ComparedRun]) -> list[TableRow]:
-    devices = [run.record.get("devices") for run in runs]
+    devices = [found if isinstance(found := run.record.get("devices"), dict) else {} for run in runs]
     return [
         TableRow("status", [str(run.record.get("status", NOTHING)) for run in runs]),
         TableRow("steps", [f"{_last_step(run):,} of {run.config.num_steps:,}" for run in runs]),
-        TableRow(
-            "devices", [f"{d.get('count')} × {d.get('kind')}" if isinstance(d, dict) else NOTHING for d in devices]
-        ),
+        TableRow("devices", [f"{each.get('count')} × {each.get('kind')}" if each else NOTHING for each in devices]),
         TableRow("config changed on the way", [_describe_changes(run.record.get("config_changes")) for run in runs]),
     ]
 
@@ -132,7 +126,7 @@ def _place(axis: Axis, x: float) -> str:
     return format_seconds(x) if axis == "seconds" else f"{x:,.0f} tokens" if axis == "tokens" else f"step {x:,.0f}"
 
 
-def shared_places(runs: Sequence[ComparedRun], axis: Axis) -> list[float]:
+def _shared_places(runs: Sequence[ComparedRun], axis: Axis) -> list[float]:
     """Each quarter of what all runs have reached on an axis; steps and tokens are whole."""
     end = shared_end(runs, axis)
     places = [part * end if axis == "seconds" else math.ceil(part * end) for part in _PARTS]
@@ -142,7 +136,7 @@ def shared_places(runs: Sequence[ComparedRun], axis: Axis) -> list[float]:
 def _losses(runs: Sequence[ComparedRun], window: float | None) -> Iterator[TableRow]:
     """Losses at equal places: training losses, or, without a window, those of validation."""
     for axis in AXES:
-        for x in shared_places(runs, axis):
+        for x in _shared_places(runs, axis):
             if window is None:
                 found = [run.curves.validation_at(axis, x) for run in runs]
             else:

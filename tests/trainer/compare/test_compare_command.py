@@ -266,7 +266,7 @@ def test_a_long_value_is_whole(copies, table):
     description = " ".join(f"word{number}" for number in range(30))
     config = json.loads((copies[0] / "config.json").read_text())
     (copies[0] / "config.json").write_text(json.dumps(config | {"description": description}))
-    assert table(*copies)["config, where it differs", "description"][0] == description
+    assert table(*copies)["config, where it differs", "description"][0] == repr(description)
 
 
 def line(step: int, **fields: object) -> dict:
@@ -325,9 +325,10 @@ def test_a_run_that_has_just_begun(copies, table):
     assert Path("compare.png").is_file()
 
 
-def test_runs_of_one_name_are_told_apart(runs, compare):
+def test_runs_of_one_name_are_told_apart(runs, table, compare):
     for name in ("one", "two"):
         shutil.copytree(runs[0], Path(name) / "plain")
+    assert ("config, where it differs", "nothing differs") in table("one/plain", "two/plain")
     _, output, _ = compare("one/plain", "two/plain", runs[1])
     assert output.splitlines()[0].split()[-3:] == ["one/plain", "two/plain", "phased"]
 
