@@ -24,7 +24,7 @@ from trainer.workdir import claim_workdir
 
 OTHER_DATA = "other data: no comparison"
 AXES = ("steps", "tokens", "seconds")
-WINDOW = 0.4  # so that it spans several of the few steps
+WINDOW = 0.375  # three of the eight steps that both runs have made
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_training_losses_at_equal_places(copies, table, axis):
     for part in (0.25, 0.5, 0.75, 1):
         x = part * end if axis == "seconds" else np.ceil(part * end)
         expected = [mean_at(each, axis, x, WINDOW * end) for each in steps]
-        section = f"training loss, nats per token, mean over {WINDOW:.0%} of the way"
+        section = f"training loss, nats per token, mean over {100 * WINDOW:g}% of the way"
         assert_losses(rows[section, label(axis, x)], expected)
 
 
@@ -205,6 +205,28 @@ def test_no_loss_is_made_up_between_two_sets_of_sequences(copies, table):
     assert cells[1] == "–"
     assert [OTHER_DATA in cell for cell in cells] == [True, False, True, False]
     assert cells[3] == "not finite"
+
+
+def test_losses_of_unknown_sequences_do_not_compare(copies, table):
+    for run in copies:
+        entries = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+        for entry in entries:
+            entry.pop("validation_digest", None)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    rows = table(*copies)
+    assert all(OTHER_DATA in rows["validation loss, nats per token", f"step {step}"][1] for step in (2, 4, 6, 8))
+
+
+def test_a_training_loss_that_is_not_finite_is_left_out_of_the_mean(copies, table):
+    entries = list(map(json.loads, (copies[0] / "metrics.jsonl").read_text().splitlines()))
+    for entry in entries:
+        if entry["step"] == 4 and "loss" in entry:
+            entry["loss"] = None
+    (copies[0] / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    mean = np.mean([entry["loss"] for entry in logged(copies[0])[0] if entry["step"] in (2, 3)])
+    for window, expected in ((WINDOW, f"{mean:.4f}"), (0, "not finite")):
+        section = f"training loss, nats per token, mean over {100 * window:g}% of the way"
+        assert table(*copies, "--window", window)[section, "step 4"][0] == expected
 
 
 def test_speed_memory_and_compilation_are_the_records(runs, table):
