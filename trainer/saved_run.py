@@ -17,7 +17,7 @@ from trainer.config import TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.config.resume_changes import ConfigHistory
 from trainer.data import Tokenizer, load_tokenizer
-from trainer.data.delimiters import NONE
+from trainer.data.documents import NONE
 from trainer.errors import UserMistake
 from trainer.files.paths import refuse_unusual
 from trainer.observers.record import read_record

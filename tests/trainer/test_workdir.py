@@ -26,8 +26,7 @@ from tests.trainer.checkpoint_files import set_history
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.data import Corpus, make_train_iterator
-from trainer.data.delimiters import Delimiters
-from trainer.data.documents import DOCUMENT_DTYPE, Documents
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, Documents
 from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake

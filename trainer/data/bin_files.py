@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 
 from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, BinLayout, describe_assumptions, read_layout
-from trainer.data.delimiters import Delimiters
-from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, Documents, TokenizedFiles
 from trainer.data.files import OpenFile, printable
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.token_files import TokenFile, open_tokens, reopening_files

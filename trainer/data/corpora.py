@@ -16,8 +16,7 @@ import numpy as np
 from trainer.config import DataConfig
 from trainer.data.bin_files import BinFiles, check_ids, open_bin_files
 from trainer.data.bin_layout import default_end_of_document_id
-from trainer.data.delimiters import NONE, Delimiters
-from trainer.data.documents import Documents, TokenizedFiles
+from trainer.data.documents import NONE, Delimiters, Documents, TokenizedFiles
 from trainer.data.files import find_files
 from trainer.data.readers import read_text
 from trainer.data.stdlib import find_stdlib_files

@@ -7,18 +7,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from trainer.data.delimiters import Delimiters
 from trainer.data.token_files import TokenFile, check_tokens
+
+NONE = "none"
+"""The value of `data.begin_of_document_token` and `data.end_of_document_token` for no such token."""
 
 # One record for each document. `array` says which token array holds it, `num_bytes` is the size of its
 # UTF-8 text (-1: unknown), `hash` decides whether it is held out for validation.
 DOCUMENT_DTYPE = np.dtype(
     [("array", "<i4"), ("start", "<i8"), ("length", "<i8"), ("num_bytes", "<i8"), ("hash", "<u8")]
 )
+
+
+class Delimiters(NamedTuple):
+    """A document is [begin, …, end] for the model, in training, validation, prompts and samples alike.
+
+    Args:
+        begin: id of the first token, which is no target; None: there is none, and the text's first token isn't one.
+        end: id of the last token; None: there is none.
+    """
+
+    begin: int | None
+    end: int | None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens, each once."""
+        return tuple(dict.fromkeys(token for token in self if token is not None))
+
+    def __str__(self) -> str:
+        begin, end = (() if token is None else (str(token),) for token in self)
+        return f"[{', '.join((*begin, '…', *end))}]"
 
 
 @dataclass(frozen=True)

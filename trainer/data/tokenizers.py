@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.data.delimiters import NONE, Delimiters
+from trainer.data.documents import NONE, Delimiters
 from trainer.data.files import read_at_most
 from trainer.data.partial_characters import (
     byte_level_bytes,
@@ -173,8 +173,8 @@ class HuggingFaceTokenizer:
             content = read_at_most(path, MAX_FILE_BYTES)
         except OSError as error:
             raise DataError(
-                f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or the path of a tokenizer.json, "
-                "which transformers' `save_pretrained` writes for any fast tokenizer"
+                f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or the path of a "
+                "tokenizer.json, which transformers' `save_pretrained` writes for any fast tokenizer"
             ) from error
         if content is None:
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: it has more than {MAX_FILE_BYTES:,} bytes")

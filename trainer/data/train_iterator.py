@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.data.batch_reader import BatchShare
-from trainer.data.delimiters import Delimiters
+from trainer.data.documents import Delimiters
 from trainer.data.packing import PackedSequences
 from trainer.errors import DataError
 
