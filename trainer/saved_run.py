@@ -102,7 +102,7 @@ def load_trained_tokenizer(saved: SavedRun, name: str | None, *, setting: str) -
     """
     data, delimiters = saved.config.data, saved.checkpoint.delimiters
     setting = "data.tokenizer" if name is None else setting
-    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
+    name = name or data.known_tokenizer
     if name is None:
         return None
     if delimiters is None:

@@ -22,9 +22,13 @@ from kernels.masks.text import PARSABLE_MASKS
 from layers import LayerOverride
 from trainer.config.old_names import with_new_names
 from trainer.config.page import Page, find_page
+from trainer.config.sources import LengthWeight, SourceConfig
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake, shorten
+
+_IN_TUPLES = (LayerOverride, SourceConfig, LengthWeight)
+"""Config classes of which a field holds several."""
 
 
 def load_config(named: str | Path | Page) -> TrainConfig:
@@ -269,7 +273,7 @@ def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{name}={_short(value)}", _describe_misfit(value, hint)
         elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
             yield from _ill_typed(value, f"{prefix}{name}.")
-        elif isinstance(value, tuple) and any(isinstance(item, LayerOverride) for item in value):
+        elif isinstance(value, tuple) and any(isinstance(item, _IN_TUPLES) for item in value):
             for index, item in enumerate(value):
                 yield from _ill_typed(item, f"{prefix}{name}[{index}].")
         elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):

@@ -31,6 +31,7 @@ from trainer.config.options import (
     option,
     rules,
 )
+from trainer.config.sources import SourceConfig, SourceFormat, check_sources
 from trainer.errors import name_some
 from trainer.files.paths import refuse_url
 
@@ -48,8 +49,10 @@ _MULTIPLE_OF_MEAN = Bound(
 class DataConfig:
     """Where the documents come from and how they become tokens."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "bin"] = option("stdlib", "corpus")
+    source: SourceFormat = option("stdlib", "corpus")
     """stdlib: the Python standard library's own sources; the others read `files`."""
+    sources: tuple[SourceConfig, ...] = option((), "corpus")
+    """A mixture in the place of `source` and its files, of sources weighted in tokens. Set in a config file."""
     files: tuple[str, ...] = option((), "corpus")
     """Globs (`**` allowed) of the training files."""
     validation_files: tuple[str, ...] = option((), "corpus")
@@ -83,6 +86,8 @@ class DataConfig:
     and tell."""
 
     def __post_init__(self):
+        if self.sources:
+            self._check_sources()
         for name in ("files", "validation_files"):
             if self.source == "stdlib" and getattr(self, name):
                 raise ValueError(
@@ -97,6 +102,24 @@ class DataConfig:
         check_path("data.token_cache_dir", self.token_cache_dir)
         if self.tokenizer is not None:
             check_path("data.tokenizer", self.tokenizer)
+
+    @property
+    def known_tokenizer(self) -> str | None:
+        """The tokenizer's name: `byte`, or a path. None: files of token ids don't say which one made them."""
+        formats = [source.format for source in self.sources] or [self.source]
+        return self.tokenizer or (None if "bin" in formats else "byte")
+
+    def _check_sources(self) -> None:
+        given = {"source": self.source != "stdlib", "files": self.files, "validation_files": self.validation_files}
+        if names := [f"data.{name}" for name, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"{' and '.join(names)} can't be set together with data.sources, whose sources have their own files; "
+                "leave out one or the other (on a command line: --data.sources with nothing behind it)"
+            )
+        for source in self.sources:
+            for pattern in source.files:
+                _refuse_url(f"data.sources {source.name!r}: files", pattern)
+        check_sources(self.sources)
 
 
 @dataclass(frozen=True)
@@ -455,7 +478,7 @@ class TrainConfig:
             )
         if self.samples.prompts:
             self.model.check_looks_back_only()
-            if self.data.source == "bin" and self.data.tokenizer is None:
+            if self.data.known_tokenizer is None:
                 raise ValueError(
                     "samples.prompts needs a tokenizer, and a .bin file doesn't say which one made it; "
                     "set data.tokenizer to its tokenizer.json"

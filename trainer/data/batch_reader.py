@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from trainer.data.packing import PackedSequences, empty_sequence
+from trainer.data.packing import empty_sequence
 from trainer.data.sequence_sharding import SequenceSharder
 
 
@@ -39,6 +40,18 @@ class BatchShare:
         return len(self.document_lengths)
 
 
+class Sequences(Protocol):
+    """Sequences by their numbers, for several threads, such as `PackedSequences`."""
+
+    sequence_length: int
+
+    def __getitem__(self, number: int) -> dict[str, Shaped[np.ndarray, " T"]]:
+        """The arrays of one sequence."""
+
+    def document_lengths(self, number: int) -> Int64[np.ndarray, " D"]:
+        """The lengths of its documents, in order."""
+
+
 @dataclass(frozen=True)
 class BatchReader:
     """Reads this process's sequences of any batch; several threads may.
@@ -49,13 +62,13 @@ class BatchReader:
         sharder: shards them over devices.
     """
 
-    sequences: PackedSequences
+    sequences: Sequences
     indices: tuple[int, ...]
     sharder: SequenceSharder
 
     @classmethod
     def of(
-        cls, sequences: PackedSequences, batch_size: int, indices: Sequence[int] | None, sharder: SequenceSharder | None
+        cls, sequences: Sequences, batch_size: int, indices: Sequence[int] | None, sharder: SequenceSharder | None
     ) -> BatchReader:
         """A reader of all sequences without `indices`, which keeps their tokens in order without a sharder."""
         sharder = sharder or SequenceSharder("contiguous", sequences.sequence_length, 1, {}, keep_documents_apart=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt64
+from jaxtyping import Int64
 
 from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, BinLayout, describe_assumptions, read_layout
-from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, Documents, TokenizedFiles
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, Documents, TokenizedFiles, splitmix64
 from trainer.data.files import OpenFile, printable
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.token_files import TokenFile, open_tokens, reopening_files
@@ -79,7 +79,7 @@ def open_bin_files(
             scan.table["array"] = number
             scans.append(scan)
         table = np.concatenate([scan.table for scan in scans])
-        table["hash"] = _splitmix64(np.arange(len(table), dtype=np.uint64))
+        table["hash"] = splitmix64(np.arange(len(table), dtype=np.uint64))
         np.save(folder / "documents.npy", table)
         return {
             "digest": digest.hexdigest(),
@@ -170,11 +170,3 @@ def _documents_between(indices: Int64[np.ndarray, " E"], num_tokens: int) -> np.
     table = np.zeros(int((lengths > 0).sum()), DOCUMENT_DTYPE)
     table["start"], table["length"], table["num_bytes"] = starts[lengths > 0], lengths[lengths > 0], -1
     return table
-
-
-def _splitmix64(x: UInt64[np.ndarray, " D"]) -> UInt64[np.ndarray, " D"]:
-    # Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195: its output is uniform over consecutive inputs.
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32, Int64, UInt64
 
 from trainer.data.token_files import TokenFile, check_tokens
 
@@ -80,6 +81,16 @@ class Documents:
         """Bytes of text in all documents, or None where the text is unknown."""
         return None if (self.table["num_bytes"] < 0).any() else int(self.table["num_bytes"].sum())
 
+    @classmethod
+    def join(cls, parts: Sequence[Documents]) -> Documents:
+        """The documents of all parts, in order, sharing the tokens; one or more, of the same delimiters."""
+        tables = []
+        for part, num_arrays in zip(parts, accumulate((len(part.arrays) for part in parts), initial=0), strict=False):
+            tables.append(part.table.copy())
+            tables[-1]["array"] += num_arrays
+        arrays = tuple(array for part in parts for array in part.arrays)
+        return cls(arrays, np.concatenate(tables), parts[0].delimiters)
+
     def select(self, chosen: Bool[np.ndarray, " D"]) -> Documents:
         """The chosen documents, sharing the tokens."""
         return Documents(self.arrays, self.table[chosen], self.delimiters)
@@ -132,3 +143,14 @@ class TokenizedFiles:
 
     documents: Documents
     digest: str
+
+
+def splitmix64(x: UInt64[np.ndarray, " D"]) -> UInt64[np.ndarray, " D"]:
+    """Pseudo-random numbers for numbers, the same ones with every version of NumPy.
+
+    A bijection, uniform over consecutive inputs (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195).
+    """
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

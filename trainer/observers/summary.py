@@ -104,7 +104,7 @@ def next_commands(config: TrainConfig, workdir: Workdir, *, has_checkpoint: bool
     if not has_checkpoint or not _can_sample(config):
         return [tensorboard]
     # A .bin file doesn't say which tokenizer made it.
-    tokenizer = " --tokenizer tokenizer.json" if config.data.source == "bin" and config.data.tokenizer is None else ""
+    tokenizer = " --tokenizer tokenizer.json" if config.data.known_tokenizer is None else ""
     return [f'{python} -m trainer.sample --workdir {folder} --prompt "The "{tokenizer}', tensorboard]
 
 
