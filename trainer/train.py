@@ -143,7 +143,10 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     num_bytes, digest = json.loads(described)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
-    return Setup(config, corpus, plan, functions, batches, validation_batches, num_bytes, digest, samples, flops, peak)
+    sources = tuple(share.source for share in validation_shares)
+    return Setup(
+        config, corpus, plan, functions, batches, validation_batches, num_bytes, digest, samples, flops, peak, sources
+    )
 
 
 def take_steps(loop: TrainingLoop) -> int:

@@ -28,11 +28,13 @@ class BatchShare:
             sequence of each token) if sequences are sharded over devices.
         indices: of these sequences in the batch, rising.
         document_lengths: [B] lengths of the documents of every sequence, in tokens. The step's FLOPs follow from them.
+        source: of a mixture's validation batch: the source of all its documents.
     """
 
     arrays: dict[str, Shaped[np.ndarray, "b T"]]
     indices: tuple[int, ...]
     document_lengths: tuple[Int64[np.ndarray, " D"], ...]
+    source: str | None = None
 
     @property
     def batch_size(self) -> int:

@@ -46,6 +46,7 @@ def make_batches(
         corpus,
         sequence_length=config.sequence_length,
         num_sequences=config.evaluation.num_sequences,
+        sources=config.data.sources,
         on_progress=on_progress,
     )
     micro_batch_size = config.batch_size // config.gradient_accumulation

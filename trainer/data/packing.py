@@ -124,13 +124,23 @@ class PackedSequences:
     Args:
         documents: what to pack.
         sequence_length: T.
+        group_sizes: numbers of documents that lie behind each other in groups; no sequence holds documents of two.
+            None: they are one group.
+
+    Attributes:
+        num_sequences: of each group, in order.
     """
 
-    def __init__(self, documents: Documents, sequence_length: int):
+    def __init__(self, documents: Documents, sequence_length: int, group_sizes: Sequence[int] | None = None):
         self.documents = documents
         self.sequence_length = sequence_length
         self.pieces = cut_documents(documents.num_targets, sequence_length)
-        sequence_of = pack_best_fit(self.pieces.length, sequence_length)
+        ends = np.cumsum([len(documents)] if group_sizes is None else group_sizes)
+        groups = np.split(self.pieces.length, np.searchsorted(self.pieces.document, ends[:-1]))
+        packed = [pack_best_fit(lengths, sequence_length) for lengths in groups]
+        self.num_sequences = [int(sequence_of.max(initial=-1)) + 1 for sequence_of in packed]
+        firsts = np.cumsum([0, *self.num_sequences])
+        sequence_of = np.concatenate([first + each for first, each in zip(firsts, packed, strict=False)])
         self._pieces_by_sequence = np.argsort(sequence_of, kind="stable")
         self._ends = np.cumsum(np.bincount(sequence_of))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,6 +90,8 @@ class Evaluation:
     """Bits per byte of text, which don't depend on the tokenizer; None if the text isn't known."""
     num_targets: int
     """Tokens predicted."""
+    nats_per_token_by_source: Mapping[str, float] = field(default_factory=dict)
+    """The same mean for each source of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Evaluated:
     def now(cls, step: int, evaluation: Evaluation, digest: str) -> Evaluated:
         """A loss that was just measured, on the sequences of `digest`."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
+        losses |= {f"{VALIDATION_LOSS}/{name}": loss for name, loss in evaluation.nats_per_token_by_source.items()}
         return cls(step, evaluation, make_entry(step, losses) | {VALIDATION_DIGEST: digest})
 
 
