@@ -15,6 +15,9 @@ from trainer.compile.stages import CompileReport
 VALIDATION_LOSS = "validation_nats_per_token"
 VALIDATION_DIGEST = "validation_digest"
 """Tells on which sequences, and how, an evaluation measured: losses with different ones don't compare."""
+MIXTURE = "mixture"
+"""Begins the names of the shares of a window's tokens: `mixture/SOURCE`, and by the least tokens of the documents
+`mixture_lengths/1024`."""
 NOT_DRAWN = ("step", "time", VALIDATION_DIGEST)
 """The values of an entry that are no curve."""
 
@@ -70,6 +73,8 @@ class LogWindow:
     """Expected seconds to the last step."""
     entries: Sequence[LogEntry] = ()
     """One for each step."""
+    mixture: Mapping[str, Any] | None = None
+    """The tokens drawn so far from each source, for the record; None: the data is no mixture."""
     num_skipped: int = 0
     """Updates that were skipped in the whole run."""
     is_amid_skipped: bool = False

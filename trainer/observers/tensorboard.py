@@ -16,7 +16,7 @@ from tensorboardX.proto import event_pb2
 from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
-from trainer.observers.observer import NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import MIXTURE, NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = (
@@ -117,4 +117,6 @@ def _tag(name: str) -> str:
     """The tag of a value. TensorBoard groups charts by the part before the slash."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
+    if name.startswith(MIXTURE):
+        return name
     return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"
