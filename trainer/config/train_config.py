@@ -51,8 +51,6 @@ class DataConfig:
 
     source: SourceFormat = option("stdlib", "corpus")
     """stdlib: the Python standard library's own sources; the others read `files`."""
-    sources: tuple[SourceConfig, ...] = option((), "corpus")
-    """A mixture in the place of `source` and its files, of sources weighted in tokens. Set in a config file."""
     files: tuple[str, ...] = option((), "corpus")
     """Globs (`**` allowed) of the training files."""
     validation_files: tuple[str, ...] = option((), "corpus")
@@ -84,6 +82,8 @@ class DataConfig:
     allow_changed: bool = option(False, "free")
     """When a run resumes: go on although the documents are other ones (more files, say), with a new epoch. False: stop
     and tell."""
+    sources: tuple[SourceConfig, ...] = option((), "corpus")
+    """A mixture in the place of `source` and its files, of sources weighted in tokens. Set in a config file."""
 
     def __post_init__(self):
         if self.sources:
