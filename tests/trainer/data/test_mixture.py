@@ -74,6 +74,19 @@ def test_after_any_number_of_sequences_each_source_has_its_share_and_each_docume
         assert set(counts) <= {epoch, epoch + 1}, "an epoch begins when every document of the one before has come"
 
 
+def test_documents_that_fit_well_don_t_push_a_source_off_its_share():
+    # Documents of "a" never fit what is left of a sequence, and one of each other source always would.
+    others = [f"o{index}" for index in range(20)]
+    num_targets = {"a": np.full(500, 60)} | {name: np.full(50, 40) for name in others}
+    sources = [source("a", 0.9), *(source(name, 0.1 / len(others)) for name in others)]
+    mixture = Mixture(sources, num_targets, sequence_length=100, seed=0)
+    for _ in range(100):
+        mixture.plan_sequence()
+        place = mixture.place()
+        total = sum(each.num_tokens for each in place.sources.values())
+        assert abs(place.sources["a"].num_tokens - 0.9 * total) <= 100
+
+
 @settings(max_examples=40, deadline=None)
 @given(drawn=drawn_sources(), data=st.data())
 def test_a_place_goes_on_to_the_bit(drawn, data):
