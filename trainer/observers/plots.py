@@ -85,7 +85,7 @@ def draw_mixture(metrics: Path, picture: Path, *, title: str) -> bool:
         axes.set_xlabel("step")
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, 1)
-        axes.legend(title=label, loc="lower right", fontsize="small", title_fontsize="small")
+        axes.legend(title=label, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
     figure.axes[0].set_ylabel("share of the tokens")
     figure.suptitle(title, parse_math=False)
     _write(figure, picture)
