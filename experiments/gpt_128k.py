@@ -12,7 +12,7 @@ Hardware and expected numbers:
     the step fits: `python -m trainer.compile --config experiments/gpt_128k.py --topology h200:2` says 48.9 GB on each
     GPU. One sequence to a step, of one document, takes 5.82 s: 22,500 tokens/s, 53.1 % MFU, 30.3 GB on each GPU, 1.89
     times the speed of one of the two (11,900 tokens/s, 56.1 GB; JAX 0.11.2, 2026-11-29):
-    `python -m experiments.benchmarks.train_throughput --workloads gpt_128k --mesh.context 2 --seed 7 --no-trace`. The
+    `python -m experiments.benchmarks.train_throughput --workloads gpt_128k --mesh.context 2 --seed 7`. The
     rows are in experiments/benchmarks/results/train_meshes_h200.jsonl.
     More GPUs: `--mesh.context 8` splits each sequence further, `--mesh.data 2 --gradient-accumulation 1` takes two
     sequences at a time, on four GPUs.

@@ -1,4 +1,4 @@
-"""Where activations lie on the mesh, and attention over sequences that are split across it.
+"""Where activations lie on the mesh.
 
 Shapes: B batch, T tokens, W width, F MLP width, N query heads, K key/value heads, H head dim.
 """
@@ -9,16 +9,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels import Mask
 from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
-from kernels.context import Exchange, MeshLayout, SequenceSharding, attend_over_mesh
+from kernels.context import Exchange, MeshLayout, SequenceSharding
 from kernels.tracing.mesh_axes import manual_axes, spec_without
 from layers.checks import check_choice
 
@@ -164,54 +162,6 @@ class ActivationSharding:
     def constrain_embedding(self, table: Float[Array, "V W"]) -> Float[Array, "V W"]:
         """The embedding for a lookup: split over its tokens, whole in its features, as what is looked up."""
         return self._constrain(table, self.head_axis, None)
-
-    def dot_product_attention(
-        self,
-        query: Float[Array, "B T N H"],
-        key: Float[Array, "B T K H"],
-        value: Float[Array, "B T K H"],
-        mask: Mask,
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        token_order: Int[Array, "B T"] | None = None,
-        sinks: Float[Array, " N"] | None = None,
-        **options: Any,
-    ) -> Float[Array, "B T N H"]:
-        """Self-attention with each device working on its own batch, heads and queries.
-
-        Keys and values come from other ranks of `sequence_axis` by an exchange (`kernels.context`). The result is that
-        of one device.
-
-        Args:
-          query, key, value: as for `kernels.dot_product_attention`, of one length T.
-          mask: the kernels mask.
-          segment_ids: document of each token.
-          positions: the mask is evaluated on these; None: each token's index in the sequence.
-          token_order: each token's index in the sequence, for `sequence_sharding="balanced"`.
-          sinks: one logit per query head.
-          options: `implementation`, `logits_soft_cap`, `scale`.
-
-        Returns:
-          Laid out as the query.
-
-        Raises:
-          ValueError: if B, T, N or K don't divide into the mesh, for a `MultiHeadMask` with heads split, or if the
-            exchange can't serve the call.
-        """
-        return attend_over_mesh(
-            query,
-            key,
-            value,
-            mask,
-            self.layout,
-            segment_ids=segment_ids,
-            positions=positions,
-            token_order=token_order,
-            sinks=sinks,
-            exchange=self.exchange,
-            **options,
-        )
 
     def whole_length(self, length: int) -> int:
         """Tokens of the whole sequence of which `length` are here: all of them, or this device's part.

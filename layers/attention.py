@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
 from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
+from kernels.context import attend_over_mesh
 from kernels.masks import require_mask
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
@@ -324,11 +325,12 @@ class Attention(nnx.Module):
     ) -> Float[Array, "B T N H"]:
         sinks = None if self.sinks is None else self.sinks[...]
         if self.activation_sharding is not None:
-            return self.activation_sharding.dot_product_attention(
+            return attend_over_mesh(
                 query,
                 key,
                 value,
                 self.mask,
+                self.activation_sharding.layout,
                 segment_ids=segment_ids,
                 positions=positions,
                 token_order=token_order,
@@ -336,6 +338,7 @@ class Attention(nnx.Module):
                 sinks=sinks,
                 logits_soft_cap=self.logits_soft_cap,
                 implementation=self.implementation,
+                exchange=self.activation_sharding.exchange,
             )
         if token_order is not None:
             raise ValueError(

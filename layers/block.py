@@ -105,20 +105,12 @@ class Block(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
         token_order: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T W"]:
-        """Returns the residual stream after this block; see `Attention` for the other arguments."""
-        return self.with_router_sums(hidden, segment_ids, positions, rotation, token_order)[0]
-
-    def with_router_sums(
-        self,
-        hidden: Float[Array, "B T W"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        rotation: Rotation | None = None,
-        token_order: Int[Array, "B T"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
-        """A call, and the sums of the block's router, None without one; see `MoE` for `counted`."""
+        """Returns the residual stream after this block and the sums of its router; None without one.
+
+        See `MoE` for `counted`, and `Attention` for the other arguments.
+        """
         hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
             inputs = _normalize(self.attention_norm, hidden)

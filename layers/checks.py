@@ -7,19 +7,10 @@ from typing import get_args, get_type_hints
 
 from kernels import Tuning
 from kernels.backends import Task, find_backend
-from layers.remat import parse_remat
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 2.0**128 - 2.0**104
 _FLOAT32_SMALLEST = 2.0**-126  # devices take smaller ones for 0
-
-
-def check_remat(remat: str) -> None:
-    """Raises ValueError if this is no remat policy."""
-    try:
-        parse_remat(remat)
-    except ValueError as error:
-        raise ValueError(f"model.remat={remat!r}: {error}") from None
 
 
 def check_implementation(implementation: str | Tuning | None, task: Task, argument: str) -> None:

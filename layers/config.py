@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import jax
 
 from kernels import CausalMask, Mask, Tuning
 from kernels.arguments.static_numbers import checked_soft_cap
-from layers.checks import check_choice, check_implementation, check_numbers, check_remat
+from layers.checks import check_choice, check_implementation, check_numbers
 from layers.layer_config import LayerConfig, LayerOverride
+from layers.remat import parse_remat
 from layers.rope_scaling import RopeScaling
 
 DTypeName = Literal["float32", "bfloat16", "float64"]
@@ -160,7 +161,10 @@ class GPTConfig:
             ("norm_placement", NormPlacement),
         ):
             check_choice(f"model.{name}", getattr(self, name), choices)
-        check_remat(self.remat)
+        try:
+            parse_remat(self.remat)
+        except ValueError as error:
+            raise ValueError(f"model.remat={self.remat!r}: {error}") from None
         for name in ("compute_dtype", "param_dtype"):
             check_choice(f"model.{name}", getattr(self, name), DTypeName)
             if getattr(self, name) == "float64" and not jax.config.read("jax_enable_x64"):
@@ -243,6 +247,42 @@ class GPTConfig:
                     f"the model's mask {mask!r} may let a token see later ones, which aren't there yet while a text is "
                     "being written; sampling needs masks that only look back, such as CausalMask() & LocalMask(1023, 0)"
                 )
+
+    def with_rope(self, *, only_global: bool = False, **rope: Any) -> GPTConfig:
+        """The model with another rotary embedding. Layers without one stay so.
+
+        Args:
+          only_global: change the layers whose mask has no window alone.
+          **rope: `rope_base` and `rope_scaling`, or one of them.
+
+        Raises:
+          ValueError: no layer would change.
+
+        Example:
+          >>> from kernels import LocalMask
+          >>> model = GPTConfig(masks=(CausalMask() & LocalMask(511, 0), CausalMask()))
+          >>> model = model.with_rope(only_global=True, rope_base=1e6)
+          >>> [model.layer(index).rope_base for index in range(2)]
+          [10000.0, 1000000.0]
+        """
+        layers = [self.layer(index) for index in range(self.pattern_length)]
+        is_changed = [
+            layer.rope_base is not None and (layer.mask.lookback is None or not only_global) for layer in layers
+        ]
+        if not any(is_changed):
+            raise ValueError(
+                f"no layer's rotary embedding can be set to {rope}: the layers have none"
+                + (" or a window" if only_global else "")
+            )
+        if all(is_changed):
+            as_model: dict[str, Any] = dict.fromkeys(rope, "model")
+            overrides = tuple(replace(override, **as_model) for override in self.layer_overrides)
+            return replace(self, layer_overrides=overrides, **rope)
+        held = self.layer_overrides or (LayerOverride(),)
+        overrides = tuple(
+            replace(held[index % len(held)], **(rope if changes else {})) for index, changes in enumerate(is_changed)
+        )
+        return replace(self, layer_overrides=overrides)
 
     @property
     def pattern_length(self) -> int:

@@ -125,18 +125,25 @@ class FlaxAttention:
         """
         _check_shapes(query, key, value)
         dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-        self._refuse_unsupported(
-            {
-                "bias": bias,
-                "module": module,
-                "precision": None if _is_precision(precision) else precision,
-                "promote_dtype": promote_dtype,
-                "einsum_dot_general": einsum_dot_general,
-                "qk_attn_weights_einsum": qk_attn_weights_einsum,
-                "attn_weights_value_einsum": attn_weights_value_einsum,
-                "input_positions": input_positions,
-            }
+        no_einsum = "the kernels have no einsum to replace; leave it out"
+        no_weights = "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False"
+        no_positions = "rotary embedding isn't part of this function; use layers.Attention, which has it"
+        no_algorithm = (
+            "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other algorithm; leave "
+            "precision=None in the module and, for the matmuls around them, set jax.default_matmul_precision"
         )
+        for name, given, reason in (
+            ("bias", bias, NO_BIAS),
+            ("module", module, no_weights),
+            ("precision", None if _is_precision(precision) else precision, no_algorithm),
+            ("promote_dtype", promote_dtype, "types are promoted by jnp.result_type; set the module's dtype instead"),
+            ("einsum_dot_general", einsum_dot_general, no_einsum),
+            ("qk_attn_weights_einsum", qk_attn_weights_einsum, no_einsum),
+            ("attn_weights_value_einsum", attn_weights_value_einsum, no_einsum),
+            ("input_positions", input_positions, no_positions),
+        ):
+            if given is not None:
+                raise ValueError(f"attention_fn can't honour {name}={_brief(given)}: {reason}")
         if dropout_rate > 0.0 and not deterministic:
             raise ValueError(
                 f"dropout_rate={dropout_rate} with deterministic=False asks for dropout of attention weights, which "
@@ -163,24 +170,6 @@ class FlaxAttention:
             implementation=self.implementation,
         )
         return out.reshape(*batch, *out.shape[1:])
-
-    @staticmethod
-    def _refuse_unsupported(arguments: dict[str, Any]) -> None:
-        reasons = {
-            "bias": NO_BIAS,
-            "module": "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False",
-            "precision": "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other "
-            "algorithm; leave precision=None in the module and, for the matmuls around them, set "
-            "jax.default_matmul_precision",
-            "promote_dtype": "types are promoted by jnp.result_type; set the module's dtype instead",
-            "einsum_dot_general": "the kernels have no einsum to replace; leave it out",
-            "qk_attn_weights_einsum": "the kernels have no einsum to replace; leave it out",
-            "attn_weights_value_einsum": "the kernels have no einsum to replace; leave it out",
-            "input_positions": "rotary embedding isn't part of this function; use layers.Attention, which has it",
-        }
-        for name, value in arguments.items():
-            if value is not None:
-                raise ValueError(f"attention_fn can't honour {name}={_brief(value)}: {reasons[name]}")
 
 
 def _check_decoding(mask: Mask, query_length: int, key_length: int) -> None:

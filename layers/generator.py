@@ -91,7 +91,8 @@ class Generator:
         laid_out = nnx.eval_shape(lambda: model_class(unrolled_config(config), rngs=nnx.Rngs(0)))
         self._graphdef, self._abstract_params = nnx.split(laid_out, nnx.Param)
         self._vocab_size = vocab_size
-        self._lay_out = jax.jit(lambda params: unroll_params(config, params))
+        self.lay_out = jax.jit(lambda params: unroll_params(config, params))
+        """The model's parameters, on one device, as `generate` wants them; the given ones aren't needed any more."""
         self._begin = jax.jit(self._begin_text, donate_argnums=1, static_argnames="context_length")
         self._step = jax.jit(self._add_tokens, donate_argnums=1, static_argnames="context_length")
 
@@ -108,14 +109,6 @@ class Generator:
         for prompt in _prompts(requests):
             self._begin.eval_shape(params, texts, *prompt, _numbers(choice), context_length=context_length)
         self._step.eval_shape(params, texts, _numbers(choice), context_length=context_length)
-
-    def lay_out(self, params: Any) -> Any:
-        """The model's parameters as `generate` wants them; the given ones aren't needed any more.
-
-        Args:
-          params: nested dict of arrays on one device, by the names of the model's attributes.
-        """
-        return self._lay_out(params)
 
     def generate(self, params: Any, requests: Sequence[SampleRequest], choice: TokenChoice) -> Iterator[NewToken]:
         """Continues texts side by side, until all have ended.

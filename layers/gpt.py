@@ -19,7 +19,7 @@ from layers.block import Block, make_norm
 from layers.config import GPTConfig
 from layers.generator import generator_of, make_requests
 from layers.layer_config import LayerConfig
-from layers.layer_stacks import LayerStacks, apply_layers, split_stacks
+from layers.layer_stacks import LayerStacks, apply_layers, with_matrices_in
 from layers.moe import RouterSums
 from layers.projections import small_init
 from layers.remat import Remat, parse_remat
@@ -142,7 +142,7 @@ class GPT(nnx.Module):
                 state = gather_layer(state)
             block = nnx.merge(graphdef, state)
             rotation = rotations[block.attention.rotary]
-            return block.with_router_sums(hidden, segment_ids, positions, rotation, token_order, counted)
+            return block(hidden, segment_ids, positions, rotation, token_order, counted)
 
         stacks = self._split_stacks(cast=gather_layer is None)
         hidden, sums = apply_layers(
@@ -325,7 +325,10 @@ class GPT(nnx.Module):
         return self.final_norm(hidden), tuple(grown)
 
     def _split_stacks(self, *, cast: bool = True) -> LayerStacks:
-        return split_stacks(self.blocks, self.config.num_layers, cast_to=self.config.compute_dtype if cast else None)
+        graphdefs, states = zip(*(nnx.split(stack) for stack in self.blocks), strict=True)
+        # Once for all layers and both passes; each layer would cast its own, forward and again backward.
+        states = with_matrices_in(jnp.dtype(self.config.compute_dtype), states) if cast else states
+        return LayerStacks(graphdefs, states, self.config.num_layers)
 
     def _remat(self) -> Remat | None:
         policy = parse_remat(self.config.remat)

@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from layers.block import Block
 from layers.moe import RouterSums
 from layers.remat import Remat
 
@@ -44,20 +43,6 @@ class LayerStacks:
         for layer in range(self.num_layers):
             repeat, pattern_index = divmod(layer, len(self.graphdefs))
             yield self.graphdefs[pattern_index], unstacked[pattern_index][repeat]
-
-
-def split_stacks(blocks: Iterable[Block], num_layers: int, *, cast_to: str | None) -> LayerStacks:
-    """Splits the stacked blocks of a GPT.
-
-    Args:
-      blocks: the stacks.
-      num_layers: layers of all stacks.
-      cast_to: type to compute matrices in; None: as they are stored.
-    """
-    graphdefs, states = zip(*(nnx.split(stack) for stack in blocks), strict=True)
-    # Once for all layers and both passes; each layer would cast its own, forward and again backward.
-    states = states if cast_to is None else with_matrices_in(jnp.dtype(cast_to), states)
-    return LayerStacks(graphdefs, states, num_layers)
 
 
 def restack(stacks: Mapping[int, Stack], num_layers: int, num_stacks: int) -> dict[int, Stack]:

@@ -2,7 +2,6 @@
 
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
-from layers.block import Block
 from layers.decoding import init_caches, unroll_params, unrolled_config
 from layers.flax_interop import attention_fn
 from layers.gpt import GPT
@@ -16,7 +15,6 @@ __all__ = [
     "MLP",
     "ActivationSharding",
     "Attention",
-    "Block",
     "MoE",
     "RMSNorm",
     "apply_rope",

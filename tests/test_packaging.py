@@ -49,8 +49,6 @@ def test_every_import_is_a_declared_dependency():
         declared |= {normalized(requirement) for requirement in project["optional-dependencies"][extra]}
     # Of a module that isn't installed only the name is known, and this one's isn't its distribution's.
     providers = {"dew_flash_attn": ["dew-flash-attn-cu13"]} | importlib.metadata.packages_distributions()
-    adapters = ROOT / "layers" / "adapters"
-    adapted = {"haliax"}  # whoever calls an adapter has its package
     undeclared = {}
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -60,8 +58,7 @@ def test_every_import_is_a_declared_dependency():
                 modules = [node.module]
             else:
                 continue
-            known = OURS | sys.stdlib_module_names | (adapted if path.parent == adapters else set())
-            for module in {module.partition(".")[0] for module in modules} - known:
+            for module in {module.partition(".")[0] for module in modules} - OURS - sys.stdlib_module_names:
                 if not declared & {normalized(name) for name in providers.get(module, [module])}:
                     undeclared.setdefault(module, str(path.relative_to(ROOT)))
     assert undeclared == {}

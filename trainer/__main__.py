@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     started = time.perf_counter()
     ending = threading.Event()
 
-    def leave(signal: str) -> None:
+    def leave(signal: str, _: str | None) -> None:
         """Answers a stop signal before the run does, when nothing needs saving, and after the run's end."""
         if ending.is_set():
             print(f"{signal}: the run is ending already", flush=True)

@@ -68,18 +68,12 @@ def resident_bytes(pid: int | str = "self") -> int | None:
 
 
 def peak_resident_bytes() -> int:
-    """Most bytes that this process has had resident, since it started or since `reset_peak`."""
-    # getrusage starts from the peak of the parent process and can't be reset. /proc has neither fault.
+    """Most bytes that this process has had resident since it started."""
+    # getrusage starts from the peak of the parent process, /proc doesn't.
     peak = _from_proc("VmHWM")
     if peak is not None:
         return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def reset_peak() -> None:
-    """Resets the peak to what is resident now, where the system allows it (Linux)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
 
 def installed_versions(distributions: Sequence[str]) -> dict[str, str | None]:

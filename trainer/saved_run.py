@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
-from layers import GPT, GPTConfig
+from layers import GPTConfig
+from layers.pretrained.table import parameter_shapes
 from trainer.checkpoints.folder import cannot_restore, list_checkpoints
 from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
 from trainer.config import TrainConfig
@@ -67,7 +67,8 @@ def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> Save
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
     # config.json may be of steps that are yet to be made.
-    return SavedRun(held_history(checkpoint.path, checkpoint.config_history).config, checkpoint)
+    held = held_history(checkpoint.path, checkpoint.config_history).config
+    return SavedRun(held.phase_at(checkpoint.step).config, checkpoint)
 
 
 def held_history(checkpoint: Path, config_history: Any) -> ConfigHistory:
@@ -146,5 +147,5 @@ def abstract_params(model: GPTConfig, sharding: jax.sharding.Sharding) -> Any:
       model: the network.
       sharding: of all of them.
     """
-    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(0))), nnx.Param))
+    shapes = parameter_shapes(model)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)

@@ -23,12 +23,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 from trainer.compile.persistent_cache import use_compilation_cache
-from trainer.config import TrainConfig
-from trainer.data import load_corpus, make_batches
+from trainer.config import RunPhase, TrainConfig
+from trainer.data import Corpus, load_corpus, make_batches
 from trainer.errors import UserMistake, name_some
-from trainer.launch.agreement import require_same
 from trainer.launch.membership import ALONE, Membership
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_same
 from trainer.loop.attempt import attempt
 from trainer.loop.evaluator import describe_validation
 from trainer.loop.origin import find_origin
@@ -87,9 +86,9 @@ def train(
         owns_process=owns_process,
     ) as this:
         origin = find_origin(config, this.record["init_from"], this.console, this.peers)
-        setup = prepare(config, this.console.note, this.peers)
-        this.opened(setup, origin.get("family"))
-        loop = TrainingLoop(setup, workdir, this, traced)
+        setups = prepare(config, this.console.note, this.peers)
+        this.opened(setups, origin.get("family"))
+        loop = TrainingLoop(setups, workdir, this, traced)
         try:
             loop.restore()
             loop.compile()
@@ -100,10 +99,13 @@ def train(
             loop.close()
 
 
-def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peers | None = None) -> Setup:
+def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peers | None = None) -> tuple[Setup, ...]:
     """Opens the data, makes mesh and plan, and builds the step functions, in the order that finds mistakes soonest.
 
     Nothing is compiled yet. `on_progress` is called with a line about work that takes long. All `peers` must be at it.
+
+    Returns:
+      One for each phase; a run without phases is one.
 
     Raises:
       UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, the
@@ -120,16 +122,32 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         )
     if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
-    plan_context_parallelism(config, None)  # refuses what no device can do, before the data is read
+    phases = config.in_phases()
+    for phase in phases:
+        plan_context_parallelism(phase.config, None)  # refuses what no device can do, before the data is read
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
-    mesh = make_mesh(config.mesh)
-    plan = make_plan(config, mesh)
+    warn_of_short_documents(phases, corpus, on_progress)
+    setups = tuple(prepare_phase(phase, config, corpus, samples, on_progress, peers) for phase in phases)
     if samples is not None:
         samples.check()
-    functions = make_step_functions(config, mesh, plan)
+    return setups
+
+
+def prepare_phase(
+    phase: RunPhase,
+    run: TrainConfig,
+    corpus: Corpus,
+    samples: Samples | None,
+    on_progress: Callable[[str], None],
+    peers: Peers,
+) -> Setup:
+    """Makes mesh, plan, step functions and batches of one phase. Arguments are as in `Setup` and `prepare`."""
+    config, mesh = phase.config, make_mesh(phase.config.mesh)
+    plan = make_plan(config, mesh)
+    functions = make_step_functions(config, mesh, plan, schedule_from=phase.schedule_from)
     sharding = batch_sharding(mesh)
     indices_of = functools.partial(indices_of_process, sharding, sequence_length=config.sequence_length)
     batches, validation_shares, validation = make_batches(
@@ -138,15 +156,38 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     # Process 0 measures it for all: the others read no sequences but their own.
     described = peers.of_first(
-        "validation", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer))
+        f"validation/{phase.index}", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer))
     )
     num_bytes, digest = json.loads(described)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
     sources = tuple(share.source for share in validation_shares)
     return Setup(
-        config, corpus, plan, functions, batches, validation_batches, num_bytes, digest, samples, flops, peak, sources
+        run,
+        phase,
+        corpus,
+        plan,
+        functions,
+        batches,
+        validation_batches,
+        num_bytes,
+        digest,
+        samples,
+        flops,
+        peak,
+        sources,
     )
+
+
+def warn_of_short_documents(phases: Sequence[RunPhase], corpus: Corpus, on_progress: Callable[[str], None]) -> None:
+    """Warns of phases in whose sequences no document comes near the end: they teach no longer context."""
+    longest = int(corpus.train.num_targets.max(initial=0))
+    for phase in phases[1:]:
+        if longest * 2 < phase.config.sequence_length:
+            on_progress(
+                f"phases[{phase.index}] has sequences of {phase.config.sequence_length:,} tokens, and the longest "
+                f"training document has {longest:,}: no token sees more than its own document; add longer documents"
+            )
 
 
 def take_steps(loop: TrainingLoop) -> int:
@@ -157,7 +198,7 @@ def take_steps(loop: TrainingLoop) -> int:
             loop.run_window()
             loop.evaluate_if_due()
             loop.save_if_due()
-            loop.warn_of_recompiles()
+            loop.change_phase_if_due()
         loop.saver.save_at_last(loop.snapshot)
     return loop.end()
 

@@ -7,8 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -18,10 +16,9 @@ from trainer.config import TrainConfig
 from trainer.config.file import config_to_json, load_saved_config, require_readable
 from trainer.config.resume_changes import refuse_other_run
 from trainer.errors import UserMistake
-from trainer.files.atomic import set_aside, write_atomically
+from trainer.files.atomic import write_atomically
 from trainer.files.paths import refuse_unusual, refuse_url
-from trainer.launch.agreement import require_shared
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_shared
 
 _LOCK = ".lock"
 
@@ -31,10 +28,8 @@ class Workdir:
     """The paths of a run's files. As a context manager, it gives the folder back at the end."""
 
     path: Path
-    notes: tuple[str, ...] = ()
-    """Lines about what was repaired when the folder was claimed."""
     lock: int | None = None
-    """Descriptor of the file whose lock keeps other runs away; None: nothing is locked."""
+    """Descriptor of the file whose lock keeps other runs away; None: this process only reads, or process 0 writes."""
 
     def __enter__(self) -> Self:
         return self
@@ -80,12 +75,13 @@ class Workdir:
         return self.path / f"stacks-{process}.txt"
 
     def write_config(self, config: TrainConfig) -> None:
-        """Keeps the config that the run goes on with.
+        """Keeps the config that the run goes on with, in the process that has claimed the folder.
 
         Raises:
           OSError: it can't be written.
         """
-        write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
+        if self.lock is not None:
+            write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
 
     def make_again(self, config: TrainConfig) -> bool:
         """Makes the folder again and claims it, if somebody has removed it under the run.
@@ -113,22 +109,10 @@ class Workdir:
         return True
 
 
-class FollowedWorkdir(Workdir):
-    """The workdir of a run whose process 0 has claimed it. This process writes only its share of checkpoints."""
-
-    def write_config(self, config: TrainConfig) -> None:
-        """Does nothing: process 0 writes it."""
-
-    def make_again(self, config: TrainConfig) -> bool:
-        """Does nothing: process 0 makes it."""
-        return False
-
-
 def claim_workdir(path: str | os.PathLike[str], config: TrainConfig) -> Workdir:
     """Locks the folder, and writes the config into it unless it holds checkpoints.
 
     The lock lasts until the workdir is left as a context manager, or this process ends.
-    Something of another type (a folder, a named pipe) where a file of the run should lie is set aside.
 
     Args:
       path: the folder; made if missing.
@@ -156,16 +140,12 @@ def claim_workdir(path: str | os.PathLike[str], config: TrainConfig) -> Workdir:
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             undone.callback(os.close, lock)
-            if os.path.lexists(workdir.checkpoints) and not workdir.checkpoints.is_dir():
-                raise UserMistake(
-                    f"{workdir.checkpoints} is not a folder, or a link to one that isn't there; "
-                    "put the checkpoints back, move it elsewhere to start afresh, or choose another --workdir"
-                )
+            _refuse_other_types(workdir)
             workdir.checkpoints.mkdir(exist_ok=True)
             holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
             if holds_checkpoints:
                 refuse_other_run(_held_config(workdir), config, f"workdir {path}")
-            workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)), lock)
+            workdir = Workdir(path, lock)
             if not holds_checkpoints:
                 workdir.write_config(config)
             undone.pop_all()
@@ -187,7 +167,7 @@ def claim_together(path: Path, config: TrainConfig, peers: Peers) -> Workdir:
     Raises:
       UserMistake: as `claim_workdir`, or the processes see different folders.
     """
-    workdir = claim_workdir(path, config) if peers.is_first else FollowedWorkdir(path)
+    workdir = claim_workdir(path, config) if peers.is_first else Workdir(path)
     require_shared(peers, workdir.path)
     return workdir
 
@@ -196,15 +176,12 @@ def _lock(path: Path) -> int:
     """Locks the folder until the descriptor that this returns is closed, or this process ends in whatever way."""
     lock = path / _LOCK
     try:
-        # O_NOFOLLOW: a link in the folder must not choose which file is made. O_NONBLOCK: a named pipe must not block.
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        # A link in the folder must not choose which file is made.
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         if not os.path.lexists(lock):
             raise
         raise UserMistake(f"{lock} can't be opened as the run's lock: {error.strerror}; remove it") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise UserMistake(f"{lock} is not a file, so it can't be the run's lock; remove it")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -222,8 +199,6 @@ def _lock(path: Path) -> int:
 
 def _held_config(workdir: Workdir) -> TrainConfig:
     try:
-        if not workdir.config.is_file():
-            raise UserMistake("it is missing, or not a file")
         return load_saved_config(workdir.config)
     except UserMistake as mistake:
         raise UserMistake(
@@ -232,12 +207,12 @@ def _held_config(workdir: Workdir) -> TrainConfig:
         ) from mistake
 
 
-def _set_wrong_types_aside(workdir: Workdir) -> Iterator[str]:
-    for path, expected, is_expected, access in (
-        (workdir.config, "a file", os.path.isfile, os.R_OK),
-        (workdir.record, "a file", os.path.isfile, os.R_OK),
-        (workdir.metrics, "a file", os.path.isfile, os.R_OK),
-        (workdir.tensorboard, "a folder", os.path.isdir, os.R_OK | os.X_OK),
-    ):
-        if os.path.lexists(path) and not (is_expected(path) and os.access(path, access)):
-            yield f"{path} is not {expected} that can be read; it is now {set_aside(path, 'damaged').name}"
+def _refuse_other_types(workdir: Workdir) -> None:
+    folders = (workdir.checkpoints, workdir.tensorboard)
+    for path in (*folders, workdir.config, workdir.record, workdir.metrics):
+        is_folder = path in folders
+        if os.path.lexists(path) and not (path.is_dir() if is_folder else path.is_file() and os.access(path, os.R_OK)):
+            raise UserMistake(
+                f"{path} is not {'a folder' if is_folder else 'a file that can be read'}; put the run's own back, move "
+                "it elsewhere, or choose another --workdir"
+            )

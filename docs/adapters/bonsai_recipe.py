@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, Tuning
-from layers.adapters.shards import attend_in_shards
+from kernels import CausalMask, Tuning, dot_product_attention
 
 TRIED_WITH = "3628425"
 """The commit of jax-ml/bonsai whose private name this is."""
@@ -79,8 +78,7 @@ class Qwen3Attention(nnx.Module):
         """
         bonsai = importlib.import_module(self.modeling)
         split = self.shd_cfg.act_btnh
-        batch_axes, token_axes, head_axes, feature_axes = [_axes(entry) for entry in (split or (None,) * 4)]
-        if token_axes or feature_axes:
+        if split is not None and (split[1] or split[3]):
             raise ValueError(f"expected act_btnh to split batch and heads alone, got {split}")
         num_tokens, start = x.shape[1], cache.cur_ind[...]
 
@@ -102,26 +100,29 @@ class Qwen3Attention(nnx.Module):
         positions = jnp.broadcast_to(start + jnp.arange(num_tokens, dtype=jnp.int32), segment_ids.shape)
         if split is not None:
             positions = bonsai.shard(positions, jax.P(split[0]))
-        out = attend_in_shards(
-            jax.sharding.get_abstract_mesh(),
-            batch_axes,
-            head_axes,
-            query.astype(keys.dtype),
-            keys,
-            values,
-            CausalMask(),
-            query_segment_ids=segment_ids,
-            key_value_segment_ids=is_written.astype(segment_ids.dtype),
-            query_positions=positions,
-            scale=self.scale,
-            implementation=self.implementation,
-        )
+
+        def attend(*arrays: jax.Array) -> jax.Array:
+            query, keys, values, segment_ids, key_ids, positions = arrays
+            return dot_product_attention(
+                query,
+                keys,
+                values,
+                CausalMask(),
+                query_segment_ids=segment_ids,
+                key_value_segment_ids=key_ids,
+                query_positions=positions,
+                scale=self.scale,
+                implementation=self.implementation,
+            )
+
+        if split is not None and (split[0] or split[2]):
+            heads, tokens = jax.P(split[0], None, split[2]), jax.P(split[0])
+            # Kernels don't say over which mesh axes their outputs vary.
+            attend = jax.shard_map(attend, in_specs=(heads,) * 3 + (tokens,) * 3, out_specs=heads, check_vma=False)
+        key_ids = is_written.astype(segment_ids.dtype)
+        out = attend(query.astype(keys.dtype), keys, values, segment_ids, key_ids, positions)
         cache.cur_ind.set_value(start + num_tokens)
         return self.o_proj(out, out_sharding=self.shd_cfg.act_btd)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _full_name(thing: Any) -> str:

@@ -1,13 +1,15 @@
-"""The command lines of benchmarks, read by tyro."""
+"""The command lines of benchmarks, read by tyro, and their output: JSON lines and tables."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
+from rich.console import Console
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from trainer.cli.flags import read_path
@@ -32,6 +34,30 @@ def read_arguments(
     registry.primitive_rule(lambda info: _PATH if info.type is Path else None)
     with registry:
         return tyro.cli(arguments, args=words, description=description)
+
+
+def require_known(names: Iterable[str], known: Collection[str], what: str) -> None:
+    """Refuses names that aren't known.
+
+    Raises:
+      ValueError: with the unknown names, and the known ones.
+    """
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"unknown {what} {', '.join(unknown)}; expected some of {', '.join(known)}")
+
+
+def append_rows(path: Path | None, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Appends rows to a file of JSON lines, whose folder is made if it is missing; None: nothing is written."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def table_console() -> Console:
+    """A console for tables, which is wide where the output is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def _read_path(words: list[str]) -> Path:

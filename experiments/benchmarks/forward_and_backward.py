@@ -24,9 +24,7 @@ class ForwardAndBackward:
       compiler_options: of both programs, as of `jax.stages.Lowered.compile`.
 
     Attributes:
-      program: of forward with backward.
       results: of the function and of its gradient; a caller that has no use for them sets None.
-      run: of that program.
       temporary_bytes: memory of forward and backward besides arguments and results.
       seconds: of forward and of backward, one pair a round.
     """
@@ -43,18 +41,18 @@ class ForwardAndBackward:
             return output, vjp(cotangent)
 
         forward_program = jax.jit(function).lower(*arguments).compile(compiler_options)
-        self.program = jax.jit(both).lower(cotangent, *arguments).compile(compiler_options)
-        memory = self.program.memory_analysis()
+        program = jax.jit(both).lower(cotangent, *arguments).compile(compiler_options)
+        memory = program.memory_analysis()
         self.temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
         self._forward = lambda: forward_program(*arguments)
-        self.run = lambda: self.program(cotangent, *arguments)
-        self.results = jax.block_until_ready(self.run())
+        self._both = lambda: program(cotangent, *arguments)
+        self.results = jax.block_until_ready(self._both())
         jax.block_until_ready(self._forward())
         self.seconds: list[tuple[float, float]] = []
 
     def measure(self, sample_ms: float) -> None:
         """Adds a round of samples that last at least so long."""
-        forward, both = _seconds(self._forward, sample_ms), _seconds(self.run, sample_ms)
+        forward, both = _seconds(self._forward, sample_ms), _seconds(self._both, sample_ms)
         self.seconds.append((forward, both - forward))
 
 

@@ -10,11 +10,9 @@ Tokens are random, and so the router spreads them nearly evenly; `busiest` is th
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.command_line import read_arguments
+from experiments.benchmarks.command_line import append_rows, read_arguments, require_known, table_console
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from kernels import Target
 from kernels.experts import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
 from layers import MoEConfig
 from layers.mlp import MLP
 from layers.moe import MoE
-from trainer.errors import UserMistake
 from trainer.hardware import installed_versions
 from trainer.terminal.streams import reader_may_leave
 
@@ -72,6 +68,9 @@ class MixtureArguments:
     output: Path | None = None
     """File that the JSON lines are appended to."""
 
+    def __post_init__(self):
+        require_known(self.cases, CASES, "cases")
+
 
 def programs(layer: MoE | MLP, inputs: jax.Array, cotangent: jax.Array) -> ForwardAndBackward:
     """A layer's, differentiated in its parameters and inputs."""
@@ -84,15 +83,6 @@ def programs(layer: MoE | MLP, inputs: jax.Array, cotangent: jax.Array) -> Forwa
     timed = ForwardAndBackward(forward, (params, inputs), cotangent)
     timed.results = None
     return timed
-
-
-def choice_of(case: MixtureShape, arguments: MixtureArguments) -> GroupedMatmulChoice:
-    """Chooses the grouped matmul of a case's experts; UserMistake for one that can't serve them."""
-    features = case.width, case.expert_width
-    try:
-        return choose_grouped_matmul("bfloat16", features, Target.of(), arguments.implementation)
-    except ValueError as error:
-        raise UserMistake(str(error)) from error
 
 
 def measure(name: str, choice: GroupedMatmulChoice, arguments: MixtureArguments) -> dict[str, Any]:
@@ -125,22 +115,22 @@ def measure(name: str, choice: GroupedMatmulChoice, arguments: MixtureArguments)
     return row
 
 
-def main(command_line: Sequence[str]) -> int:
+def main(arguments: MixtureArguments) -> int:
     """Measures, prints the table and returns the exit status."""
-    arguments = read_arguments(MixtureArguments, command_line)
     try:
-        if unknown := sorted(set(arguments.cases) - set(CASES)):
-            raise UserMistake(f"unknown cases {', '.join(unknown)}; expected some of {', '.join(CASES)}")
-        choices = {name: choice_of(CASES[name], arguments) for name in arguments.cases}
-    except UserMistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        choices = {
+            name: choose_grouped_matmul(
+                "bfloat16", (CASES[name].width, CASES[name].expert_width), Target.of(), arguments.implementation
+            )
+            for name in arguments.cases
+        }
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     table = Table("case", "forward ms", "backward ms", "dense, both", "times the dense", "TFLOP/s", "busiest")
     for name in arguments.cases:
         row = measure(name, choices[name], arguments)
-        if arguments.output is not None:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        append_rows(arguments.output, [row])
         table.add_row(
             name,
             f"{1e3 * row['forward_s']:.2f} ({1e3 * row['dense_forward_s']:.2f})",
@@ -150,10 +140,10 @@ def main(command_line: Sequence[str]) -> int:
             f"{row['tflops_per_s']:.0f}",
             f"{row['busiest']:.2f}",
         )
-    Console(width=140).print(table)
+    table_console().print(table)
     return 0
 
 
 if __name__ == "__main__":
     with reader_may_leave():
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(read_arguments(MixtureArguments)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, RESULTS, case_title, latest_rows, read_rows
+from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_title, latest_rows, read_rows
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
@@ -59,7 +59,10 @@ _MASKS = {
 _WIDTH = 9.0
 """Inches: at the 830 pixels that GitHub gives a README, letters of 10 points are 13 pixels high."""
 
-SPEED_PLOTS = {"attention_speed.svg": RESULTS["hopper"].name, "attention_speed_fa3.svg": RESULTS["fa3"].name}
+SPEED_PLOTS = {
+    "attention_speed.svg": "attention_hopper_h200.jsonl",
+    "attention_speed_fa3.svg": "attention_fa3_h100.jsonl",
+}
 """The rows that each plot of speeds shows."""
 
 MASK_PICTURES = {
@@ -110,7 +113,7 @@ def attention_speeds(results: Iterable[Result], backend: str = "mosaic_gpu") -> 
 def trace_seconds(results: Iterable[Result]) -> Series:
     """Seconds of the first trace against the length, for each mask, of the sources of its tiles."""
     seconds: Series = {title: {} for title in _MASKS.values()}
-    measured = [result for result in results if result["status"] == "measured" and result["subject"] == "attention"]
+    measured = [result for result in results if result["status"] == "measured"]
     for result in sorted(measured, key=lambda result: result["length"]):
         curve = seconds[_MASKS[result["mask"]]].setdefault(_SOURCES[result["source"]][0], {"x": [], "y": []})
         # A length that two sweeps measured is shown as the first of them has it.

@@ -59,8 +59,8 @@ def markdown(rows: Iterable[Row], headings: Cells, lines: Iterable[Cells]) -> st
 
 
 def _hardware(row: Row) -> str:
-    """What a row was measured on, in short: "H100" for an NVIDIA H100 80GB HBM3."""
-    name = row.get("device") or row.get("topology") or row.get("cpu") or row["machine"]
+    """The hardware of a row, in short: "H100" for an NVIDIA H100 80GB HBM3."""
+    name = row.get("device") or row.get("topology") or row["cpu"]
     return name.removeprefix("NVIDIA ").partition(" 80GB")[0].replace("(R)", "").removesuffix(" Processor")
 
 
@@ -214,10 +214,10 @@ def exchanges(rows: list[Row], num_devices: int) -> str:
     shown.sort(key=lambda row: (list(MASKS).index(row["case"]), -row["efficiency"]))
     lines = []
     for row in shown:
-        # Kernels that read the other GPUs' memory leave no bytes in the trace.
-        in_trace = row["exchange"] not in ("peer", "halo")
+        # Only old rows were traced. Kernels that read the other GPUs' memory leave no bytes in a trace.
+        in_trace = "traced" in row and row["exchange"] not in ("peer", "halo")
         received = f"{row['traced']['received_bytes'] / 1e6:,.0f}" if in_trace else MISSING
-        exposed = f"{1e3 * row['exposed_s']:.1f}"
+        exposed = f"{1e3 * row['exposed_s']:.1f}" if "exposed_s" in row else MISSING
         efficiency = f"{100 * row['efficiency']:.0f}"
         lines.append([MASKS[row["case"]], row["exchange"], row["sequence_sharding"], efficiency, received, exposed])
     return markdown(shown, ["mask", "exchange", "sharding", "%", "MB", "exposed ms"], lines)
@@ -232,22 +232,8 @@ def mixtures(rows: list[Row]) -> str:
     return markdown(shown, headings, lines)
 
 
-def loading(*files: list[Row]) -> str:
-    """How fast a Hugging Face folder streams into the shards of two GPUs, and the host's memory at most."""
-    rows = [row for rows in files for row in rows if "XLA_PYTHON_CLIENT_PREALLOCATE" in row.get("environment", {})]
-    shown = _latest(rows, "device", "from")
-    places = list(dict.fromkeys(row["from"] for row in shown))
-    lines = []
-    for device in dict.fromkeys(row["device"] for row in shown):
-        loads = {row["from"]: row for row in shown if row["device"] == device}
-        rates = [f"{loads[place]['folder_bytes'] / loads[place]['seconds'] / 1e9:.2f}" for place in places]
-        peak = max(row["resident_peak_bytes"] for row in loads.values())
-        lines.append([_hardware(loads[places[0]]), *rates, _giga(peak)])
-    return markdown(shown, ["GB/s on", *places, "host GB"], lines)
-
-
 def compiled_memory(rows: list[Row]) -> str:
-    """What a training step needs on TPUs, by their compiler."""
+    """The memory that a training step needs on TPUs, by their compiler."""
     sizes = ("state_bytes", "temporary_bytes", "needed_bytes")
     lines = [
         [
@@ -258,18 +244,6 @@ def compiled_memory(rows: list[Row]) -> str:
         for row in rows
     ]
     return markdown(rows, ["model", "devices", "state GB", "temporaries GB", "needed GB"], lines)
-
-
-def balance(rows: list[Row]) -> str:
-    """How level the balanced sharding leaves the ranks' costs: the greatest one over the mean."""
-    lines = []
-    for num_ranks in dict.fromkeys(row["num_ranks"] for row in rows):
-        shown = [row for row in rows if row["num_ranks"] == num_ranks]
-        means = [row["imbalance_mean"] for row in shown]
-        worst = [max(row[name] for row in shown) for name in ("imbalance_max", "imbalance_small_tiles_max")]
-        figures = [f"{min(means):.3f}–{max(means):.3f}", *(f"{ratio:.3f}" for ratio in worst)]
-        lines.append([str(num_ranks), *figures])
-    return markdown(rows, ["ranks", "mean", "worst", "worst, half tiles"], lines)
 
 
 def decoding(rows: list[Row], *shown: tuple[int, int, int | None]) -> str:
@@ -333,8 +307,6 @@ def make_tables(results: Path) -> dict[str, str]:
         "four": meshes(on_meshes, 4),
         "exchanges": exchanges(read("context_attention_h200"), 4),
         "memory": compiled_memory(read("compile_memory_v5p")),
-        "loading": loading(read("load_pretrained_h100"), read("load_pretrained_h200")),
-        "balance": balance(read("sequence_sharding_cpu")),
         "decoding": decoding(read("decode_h200"), *decoded),
     }
 

@@ -32,7 +32,7 @@ from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     NUM_CONSUMERS,
     STORED_COLUMNS,
-    Phase,
+    MatmulPhase,
     launch_matmul,
     multiply_rows_by,
     stages_of_rows,
@@ -72,7 +72,7 @@ class _AllGather(NamedTuple):
     features: Sequence[int]
     transpose: bool
 
-    def phase(self, hops: int) -> Phase:
+    def phase(self, hops: int) -> MatmulPhase:
         """The tiles of tokens that have come `hops` hops: of the GPU that is `hops` ranks before."""
         tiles, peers = self.tiles, self.peers
         first = (peers.rank_after(peers.num_ranks - hops) if hops else peers.rank) * tiles.length
@@ -88,7 +88,7 @@ class _AllGather(NamedTuple):
             if not is_last:
                 peers.signal(self._flag(tile, hops + 1), 1)
 
-        return Phase(
+        return MatmulPhase(
             tiles.num_tiles,
             lambda tile: tiles.operands(tile, source_first, [source], [self.matrix], transpose=self.transpose),
             multiply_rows_by(transpose=self.transpose),
@@ -167,7 +167,7 @@ def peer_all_gather_matmul(
     columns = tile_columns(math.gcd(*features))
     tiles = TokenTiles(batch, length, columns, sum(features) // columns)
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem) -> list[MatmulPhase]:
         part, matrix, whole, *results = gmem
         peers = GpuPeers.of(axis, (num_ranks - 1) * tiles.num_blocks, num_ranks)
         next_whole = peers.reference_there(whole, 1)

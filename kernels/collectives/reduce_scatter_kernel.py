@@ -26,7 +26,7 @@ from kernels.collectives.token_tiles import TokenTiles
 from kernels.hopper.persistent_matmul import (
     NUM_CONSUMERS,
     STORED_COLUMNS,
-    Phase,
+    MatmulPhase,
     TileOperands,
     launch_matmul,
     multiply_rows_by,
@@ -60,9 +60,9 @@ class _ReduceScatter(NamedTuple):
     received: Sequence[Any]
     transpose: bool
 
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[MatmulPhase]:
         """The tiles of the other GPUs' tokens, the next GPU's first, and last the tiles of this GPU's own."""
-        own = Phase(self.tiles.num_tiles, self._operands_of(self.peers.rank), self._multiply, self._add)
+        own = MatmulPhase(self.tiles.num_tiles, self._operands_of(self.peers.rank), self._multiply, self._add)
         return [*map(self._phase_of, self.peers.others), own]
 
     @property
@@ -86,7 +86,7 @@ class _ReduceScatter(NamedTuple):
     def _start_copy(self, destination, tile, warpgroup, column, buffer) -> None:
         plgpu.copy_smem_to_gmem(buffer, destination.at[self._some_columns(tile, warpgroup, column)])
 
-    def _phase_of(self, distance: int) -> Phase:
+    def _phase_of(self, distance: int) -> MatmulPhase:
         """The tiles of another GPU's rows, which it gets."""
         back = self.peers.distance_back(distance)
         sent = self.peers.reference_there(self.received[back - 1], distance)
@@ -100,7 +100,7 @@ class _ReduceScatter(NamedTuple):
             store_columns(products[0], buffers, functools.partial(self._start_copy, sent, tile, warpgroup))
 
         operands = self._operands_of(self.peers.rank_after(distance))
-        return Phase(self.tiles.num_tiles, operands, self._multiply, send, finish=announce)
+        return MatmulPhase(self.tiles.num_tiles, operands, self._multiply, send, finish=announce)
 
     def _add(self, products, tile, warpgroup, buffers) -> None:
         """Adds the other GPUs' products to a tile of this GPU's tokens, and stores it."""
@@ -154,7 +154,7 @@ def peer_matmul_reduce_scatter(
     columns = tile_columns(width)
     tiles = TokenTiles(batch, length, columns, width // columns)
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem) -> list[MatmulPhase]:
         operands, (result, *received) = gmem[:-num_ranks], gmem[-num_ranks:]
         features, matrices = operands[: len(operands) // 2], operands[len(operands) // 2 :]
         peers = GpuPeers.of(axis, len(received) * _num_flags(tiles), num_ranks)

@@ -21,7 +21,7 @@ from kernels.experts.row_groups import RowGroups
 from kernels.hopper.persistent_matmul import (
     NUM_CONSUMERS,
     STORED_COLUMNS,
-    Phase,
+    MatmulPhase,
     multiply_rows_by,
     stages_of_rows,
     store_parts,
@@ -73,7 +73,7 @@ def multiply_gated(
     tiles = RowTiles.of(groups, num_columns, _GATED_COLUMNS, stores_all=matrices.reads_all_rows)
     biases = [each for each in (matrices.up_bias, matrices.gate_bias) if each is not None]
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem) -> list[MatmulPhase]:
         rows, up, gate, weights, block_groups, block_ends, *biases, features, gates, hidden = gmem
         here = tiles.on(block_groups, block_ends)
 
@@ -102,7 +102,7 @@ def multiply_gated(
             pl.when(here.is_stored(tile))(lambda: store_parts(parts(), buffers))
 
         operands = functools.partial(here.operands, rows=[rows], matrices=[[up, gate]], transpose=False)
-        return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=False), store)]
+        return [MatmulPhase(tiles.num_tiles, operands, multiply_rows_by(transpose=False), store)]
 
     return GatedFeatures(
         *launch(
@@ -220,13 +220,13 @@ def differentiate_gated(
     columns = tile_columns(num_columns)
     tiles = RowTiles.of(groups, num_columns, columns, stores_all=matrices.reads_all_rows)
 
-    def make_phases(gmem, arrived) -> list[Phase]:
+    def make_phases(gmem, arrived) -> list[MatmulPhase]:
         gradients, down, features, gates, weights, block_groups, block_ends, *results, of_weights = gmem
         here = tiles.on(block_groups, block_ends)
         kernel = _GatedGradient(here, features, gates, weights, results, of_weights, arrived, activation)
         operands = functools.partial(here.operands, rows=[gradients], matrices=[[down]], transpose=True)
         multiply = multiply_rows_by(transpose=True)
-        return [Phase(tiles.num_tiles, operands, multiply, kernel.store, before_steps=kernel.start_loads)]
+        return [MatmulPhase(tiles.num_tiles, operands, multiply, kernel.store, before_steps=kernel.start_loads)]
 
     result = jax.ShapeDtypeStruct((tiles.num_rows, num_columns), gradients.dtype)
     sums = jax.ShapeDtypeStruct((num_columns // columns, tiles.num_rows), jnp.float32)

@@ -24,7 +24,7 @@ from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     STORED_COLUMNS,
-    Phase,
+    MatmulPhase,
     TileOperands,
     div_rem,
     launch_on,
@@ -165,7 +165,7 @@ def multiply_rows(
     columns = tile_columns(num_columns)
     tiles = RowTiles.of(groups, num_columns, columns, stores_all=stores_all)
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem) -> list[MatmulPhase]:
         *factors, block_groups, block_ends, result = gmem
         rows, matrices = factors[:num_products], [[each] for each in factors[num_products:]]
         here = tiles.on(block_groups, block_ends)
@@ -175,7 +175,7 @@ def multiply_rows(
             pl.when(here.is_stored(tile))(lambda: store_columns(products[0], buffers, start_copy))
 
         operands = functools.partial(here.operands, rows=rows, matrices=matrices, transpose=transpose)
-        return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=transpose), store)]
+        return [MatmulPhase(tiles.num_tiles, operands, multiply_rows_by(transpose=transpose), store)]
 
     (product,) = launch(
         make_phases,
@@ -200,7 +200,7 @@ def multiply_groups(
     starts = jnp.cumsum(groups.sizes) - groups.sizes
     num_steps = -(-groups.counts // BLOCK_DEPTH)
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem) -> list[MatmulPhase]:
         left, right, starts, num_steps, result = gmem
 
         def place(tile):
@@ -239,7 +239,7 @@ def multiply_groups(
 
             store_columns(products[0], buffers, start_copy)
 
-        return [Phase(num_groups * num_down * num_across, operands, multiply, store)]
+        return [MatmulPhase(num_groups * num_down * num_across, operands, multiply, store)]
 
     (product,) = launch(
         make_phases,
@@ -255,7 +255,7 @@ def multiply_groups(
 
 
 def launch(
-    make_phases: Callable[..., Sequence[Phase]],
+    make_phases: Callable[..., Sequence[MatmulPhase]],
     operands: tuple[Array, ...],
     results: Sequence[jax.ShapeDtypeStruct],
     stages: tuple[tuple[int, int], tuple[int, int]],

@@ -67,7 +67,7 @@ class TileOperands(NamedTuple):
         return functools.reduce(operator.add, self.num_steps)
 
 
-class Phase(NamedTuple):
+class MatmulPhase(NamedTuple):
     """Tiles that a kernel computes in the same way. Programs go on to the next phase's tiles without a break.
 
     Attributes:
@@ -154,7 +154,7 @@ def stages_of_rows(columns: int, *, transpose: bool) -> tuple[tuple[int, int], t
 
 
 def multiply_rows_by(*, transpose: bool) -> Callable[..., None]:
-    """The `multiply` of a `Phase` whose left operands are rows and whose right ones are matrices."""
+    """The `multiply` of a `MatmulPhase` whose left operands are rows and whose right ones are matrices."""
 
     def multiply(accumulator, left, right, warpgroup):
         left = left.at[pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
@@ -196,7 +196,7 @@ def store_parts(parts: Iterable[tuple[Any, Callable[[Any], None]]], buffers) -> 
 
 def launch_on(
     target: Target,
-    make_phases: Callable[..., Sequence[Phase]],
+    make_phases: Callable[..., Sequence[MatmulPhase]],
     operands: tuple[Array, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
     stages: tuple[tuple[int, int], tuple[int, int]],
@@ -221,7 +221,7 @@ def launch_on(
 
 @types_of_32_bits()
 def launch_matmul(
-    make_phases: Callable[..., Sequence[Phase]],
+    make_phases: Callable[..., Sequence[MatmulPhase]],
     operands: tuple[Array, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
     stages: tuple[tuple[int, int], tuple[int, int]],
@@ -306,11 +306,11 @@ def launch_matmul(
 
 
 def _visit_tiles(
-    phases: Sequence[Phase],
+    phases: Sequence[MatmulPhase],
     program: Any,
     num_programs: int,
-    visit: Callable[[Phase, Any, TileOperands, Any], None],
-    finish: Callable[[Phase, Any], None] = lambda *_: None,
+    visit: Callable[[MatmulPhase, Any, TileOperands, Any], None],
+    finish: Callable[[MatmulPhase, Any], None] = lambda *_: None,
 ) -> jax.Array:
     """Visits the tiles of this program, every `num_programs`th of all phases'; returns the number of steps.
 
@@ -338,7 +338,7 @@ def _visit_tiles(
 
 
 def _load_tile(
-    smem: _Smem, ring: Pipeline, pair_axis: str | None, phase: Phase, tile, operands: TileOperands, num_before
+    smem: _Smem, ring: Pipeline, pair_axis: str | None, phase: MatmulPhase, tile, operands: TileOperands, num_before
 ) -> None:
     """Producer: copies the operands of a tile into the ring."""
     phase.before_loads(tile)
@@ -372,7 +372,7 @@ def _multiply_tile(
     pair_axis: str | None,
     warpgroup,
     columns: int,
-    phase: Phase,
+    phase: MatmulPhase,
     tile,
     operands: TileOperands,
     num_before,

@@ -25,7 +25,7 @@ from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     STORED_COLUMNS,
-    Phase,
+    MatmulPhase,
     TileOperands,
     div_rem,
     launch_on,
@@ -101,7 +101,7 @@ def _run(hidden, head, log2_shifts, soft_cap: float | None, kernel: ExpLogits) -
     columns = tile_columns(vocab_size)
     num_down, num_across = num_tokens // (_PAIR_SIZE * BLOCK_ROWS), vocab_size // columns
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem) -> list[MatmulPhase]:
         hidden, head, log2_shifts, exponentials, sums = gmem
 
         def place(tile) -> tuple[Any, Any]:
@@ -151,7 +151,7 @@ def _run(hidden, head, log2_shifts, soft_cap: float | None, kernel: ExpLogits) -
             sums.at[across, own][...] = functools.reduce(jnp.add, part_sums)
 
         num_tiles = _PAIR_SIZE * num_down * num_across
-        return [Phase(num_tiles, operands, multiply_rows_by(transpose=False), store)]
+        return [MatmulPhase(num_tiles, operands, multiply_rows_by(transpose=False), store)]
 
     exponentials, sums = launch_on(
         kernel.target,

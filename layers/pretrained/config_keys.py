@@ -15,12 +15,7 @@ MAX_VOCABULARY = 2**24
 
 
 class Keys:
-    """A JSON object from a source that isn't trusted.
-
-    Args:
-      values: the object.
-      path: of the file that has the object, for error messages.
-    """
+    """A JSON object from a source that isn't trusted; `path` is the file's, for error messages."""
 
     def __init__(self, values: Mapping[str, Any], path: str):
         self.values = values

@@ -27,12 +27,7 @@ _LAYER_FIELDS = frozenset(("masks", "layer_overrides", "rope_base", "rope_scalin
 
 
 class Inexpressible(ValueError):
-    """A family has no model that computes what another does.
-
-    Args:
-      model_type: of the family.
-      differences: the family's values of the settings that differ, and the model's.
-    """
+    """A family has no model that computes what another does: `differences` are its values, and the model's."""
 
     def __init__(self, model_type: str, differences: Sequence[str]):
         super().__init__(f"{model_type} has {', '.join(differences)}")
@@ -72,11 +67,7 @@ class Family:
     section: str | None = None
 
     def read_config(self, values: Mapping[str, Any], path: str) -> GPTConfig:
-        """The config of a model.
-
-        Args:
-          values: a config.json's.
-          path: of the file, for error messages.
+        """The config of a model of a config.json's values.
 
         Raises:
           ValueError: a key is missing or has a value that this family can't have here.
@@ -130,11 +121,7 @@ class Family:
             )
 
     def write_config(self, config: GPTConfig) -> dict[str, Any]:
-        """A config.json for a model.
-
-        Raises:
-          Inexpressible: this family can't express the model.
-        """
+        """A config.json for a model; raises Inexpressible if this family has no such model."""
         if self.section is not None:
             raise Inexpressible(self.model_type, ["more than a language model"])
         if self.has_experts != (config.moe is not None):

@@ -22,26 +22,13 @@ _JSON_LIMIT = 100_000_000  # bytes
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads config.json.
-
-    Args:
-      folder: a Hugging Face folder.
-
-    Raises:
-      ValueError: there is none, or it is no JSON object.
-    """
+    """Reads config.json; ValueError if there is none, or it is no JSON object."""
     return read_json(inside(folder, CONFIG_NAME))
 
 
 @contextlib.contextmanager
 def open_tensors(folder: str | os.PathLike[str]) -> Iterator[dict[str, FileTensor]]:
-    """Opens the folder's weights, for as long as the context lasts.
-
-    Args:
-      folder: a Hugging Face folder.
-
-    Returns:
-      The tensors by their names, to be read slice by slice.
+    """Opens the folder's weights as long as the context lasts: tensors by their names, to be read slice by slice.
 
     Raises:
       ValueError: a file is missing, damaged or outside of the folder, or disagrees with the index.
@@ -70,11 +57,7 @@ def open_tensors(folder: str | os.PathLike[str]) -> Iterator[dict[str, FileTenso
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
-    """Path of a regular file that lies directly in a folder.
-
-    Args:
-      folder: the folder.
-      name: the file's name, from a source that isn't trusted.
+    """Path of a regular file that lies directly in a folder; its name comes from a source that isn't trusted.
 
     Raises:
       ValueError: the name is no plain file name, the file isn't there, is of another type, or is a link out of the
@@ -102,14 +85,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Args:
-      path: of a regular file, as `inside` returns it.
-
-    Raises:
-      ValueError: the file is something else, or larger than any such file.
-    """
+    """Reads a JSON object of a path from `inside`; ValueError if it is something else, or larger than any such file."""
     if (size := path.stat().st_size) > _JSON_LIMIT:
         raise ValueError(f"{path} has {size:,} bytes; expected JSON of at most {_JSON_LIMIT:,}")
     try:

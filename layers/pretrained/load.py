@@ -40,8 +40,8 @@ def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
       directory: the folder.
 
     Returns:
-      The fields that the computation depends on. The others (dtypes, backends, rematerialisation) has `GPTConfig`'s
-      defaults.
+      The fields that the computation depends on. The others (dtypes, backends, rematerialisation) have
+      `GPTConfig`'s defaults.
 
     Raises:
       ValueError: there is no such file, or it describes no model of the families that are known.

@@ -88,14 +88,7 @@ def _pairs_of_values() -> np.ndarray:
 
 
 def with_unpacked_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replaces each pair of blocks and scales by one tensor of bfloat16.
-
-    Args:
-      tensors: a folder's, by their names.
-
-    Raises:
-      ValueError: blocks and scales don't fit together.
-    """
+    """Replaces each pair of blocks and scales by one tensor of bfloat16; ValueError if they don't fit together."""
     found = dict(tensors)
     for name in [name for name in tensors if name.endswith(_BLOCKS)]:
         whole = name.removesuffix(_BLOCKS)

@@ -14,7 +14,6 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax.numpy as jnp
@@ -66,9 +65,6 @@ class FileTensor:
 
     def read(self, index: Index) -> np.ndarray:
         """Reads a slice: no byte outside the tensor, and little more than the slice into memory.
-
-        Args:
-          index: for each dim a slice with a start and a stop.
 
         Raises:
           ValueError: the file has become shorter since it was opened.
@@ -138,9 +134,7 @@ class SafetensorsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -144,13 +144,7 @@ class _Job:
 
 
 class ShardReader:
-    """Makes arrays of tensors.
-
-    Args:
-      tensors: the folder's.
-      dtype: of the arrays.
-      progress: called after each chunk with the bytes read so far and their total.
-    """
+    """Makes arrays of a folder's tensors; `progress` gets the bytes read so far and their total after each chunk."""
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: jnp.dtype, progress: Progress | None):
         self.tensors = tensors

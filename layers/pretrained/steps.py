@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 
@@ -25,9 +25,6 @@ class Pattern:
 
     Dims in parentheses are merged into one. "(N H) W -> W N H" takes a matrix whose rows are N heads of H features
     apart, and puts its columns first.
-
-    Args:
-      text: dims of the file's tensor, an arrow, dims of the parameter.
 
     Example:
       >>> pattern = Pattern("(N H) W -> W N H")
@@ -70,13 +67,7 @@ class Pattern:
     def read(self, tensor: Tensor, shape: Sequence[int], index: Index) -> np.ndarray:
         """A slice of the parameter, from the slice of the file's tensor that holds it.
 
-        Args:
-          tensor: the file's.
-          shape: the whole parameter's.
-          index: of the slice.
-
-        Returns:
-          The slice with its dims in the file's order: `order` transposes it to the parameter's.
+        Its dims are in the file's order: `order` transposes them to the parameter's.
         """
         sizes = dict(zip(self.names, shape, strict=True))
         wanted = dict(zip(self.names, index, strict=True))
@@ -127,15 +118,6 @@ class Part:
         return block[(slice(None),) * self.axis + (slice(None, None, self.step),)]
 
 
-@runtime_checkable
-class Divisible(Protocol):
-    """A tensor that gives a part of itself for less than reading the whole."""
-
-    def part(self, axis: int, start: int, size: int, step: int) -> Tensor:
-        """The part as a tensor; the arguments are those of `Part`."""
-        ...
-
-
 @dataclass(frozen=True)
 class TensorRow:
     """One row of a family's table.
@@ -176,20 +158,19 @@ class TensorRow:
         return (*parts[0][: self.axis], joined, *parts[0][self.axis + 1 :]) if parts[0] else ()
 
     def read(self, tensor: Tensor, which: int, shapes: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        """A slice of a parameter, with its dims in the file's order; see `order`.
+        """A slice of one of the parameters that a tensor joins, with its dims in the file's order; see `order`.
 
         Args:
-          tensor: the file's.
-          which: of the parameters that it joins.
+          which: of the parameters.
           shapes: all their shapes, stacked dims left out.
-          index: of the slice.
         """
         pattern = Pattern(self.pattern)
         if len(self.paths) > 1:
             sizes = [pattern.shape_in_file(shape)[self.axis] for shape in shapes]
             concatenated = self.join == "concatenated"
             start, step = (sum(sizes[:which]), 1) if concatenated else (which, len(sizes))
-            divide = tensor.part if isinstance(tensor, Divisible) else functools.partial(Part, tensor)
+            # Packed blocks give a part of themselves for less than unpacking the whole.
+            divide = getattr(tensor, "part", None) or functools.partial(Part, tensor)
             tensor = divide(self.axis, start, sizes[which], step)
         return pattern.read(tensor, shapes[which], index)
 

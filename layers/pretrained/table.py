@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import re
@@ -70,16 +69,7 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def find_sources(family: Family, config: GPTConfig, shapes: Mapping[str, Shape]) -> dict[str, Source]:
-    """The row of each parameter.
-
-    Args:
-      family: the family that has the table.
-      config: of the model.
-      shapes: of its parameters, by their paths.
-
-    Raises:
-      ValueError: the table has no row for a parameter.
-    """
+    """The row of each parameter; ValueError if the family's table has none for one of them."""
     rows = {path: (row, which) for row in family.rows for which, path in enumerate(row.paths)}
     found, without = {}, []
     for path in shapes:
@@ -114,12 +104,6 @@ def tensor_shapes(sources: Mapping[str, Source], shapes: Mapping[str, Shape]) ->
 def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mapping[str, Tensor], path: str) -> None:
     """Checks that a folder has exactly the tensors that are expected, of the same shapes.
 
-    Args:
-      family: of the model; it knows what transformers doesn't use either.
-      expected: their shapes by their names.
-      tensors: the folder's.
-      path: the folder, for the error message.
-
     Raises:
       ValueError: tensors are missing, unknown or misshapen; the message has them all.
     """
@@ -133,9 +117,9 @@ def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mappin
     integers = [name for name in expected if name in tensors and tensors[name].dtype == np.uint8]
     problems = []
     if missing:
-        problems.append(f"{len(missing)} missing: {grouped(missing, near=unknown)}")
+        problems.append(f"{len(missing)} missing: {grouped(missing)}")
     if unknown:
-        problems.append(f"{len(unknown)} unknown: {grouped(unknown, near=expected)}")
+        problems.append(f"{len(unknown)} unknown: {grouped(unknown)}")
     if misshapen:
         problems.append(f"{len(misshapen)} misshapen: {grouped(misshapen)}")
     if integers:
@@ -149,11 +133,6 @@ def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mappin
 
 def without_copied_head(family: Family, config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A folder's tensors without a head that repeats the embedding, as some programs write it for models that tie them.
-
-    Args:
-      family: of the model.
-      config: of the model.
-      tensors: the folder's.
 
     Raises:
       ValueError: the model ties them, and they differ.
@@ -182,30 +161,22 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def grouped(names: Iterable[str], *, near: Iterable[str] = ()) -> str:
-    """Names for an error message: those that differ in numbers alone once, and the nearest of others to each.
+def grouped(names: Iterable[str]) -> str:
+    """Names for an error message: those that differ in numbers alone once.
 
     >>> grouped(["layers.0.norm", "layers.1.norm", "head"])
     'layers.0.norm (and 1 more like it), head'
     """
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(_numberless(name), []).append(name)
-    candidates = {_numberless(name): name for name in near}
-    described = [_described(kind, found, candidates) for kind, found in list(kinds.items())[:_MAX_KINDS]]
+        kinds.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    described = [
+        _printable(first) + (f" (and {len(more)} more like it)" if more else "")
+        for first, *more in list(kinds.values())[:_MAX_KINDS]
+    ]
     return ", ".join(described) + (f" and {len(kinds) - _MAX_KINDS:,} kinds more" if len(kinds) > _MAX_KINDS else "")
-
-
-def _described(kind: str, names: list[str], candidates: Mapping[str, str]) -> str:
-    text = _printable(names[0]) + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
-    nearest = difflib.get_close_matches(kind[:200], candidates, n=1) if len(candidates) < 1000 else []
-    return text + (f" (nearest: {_printable(candidates[nearest[0]])})" if nearest else "")
 
 
 def _printable(name: str) -> str:
     # A file's names may hold what a terminal obeys.
     return f"{name if name.isprintable() else repr(name):.200}"
-
-
-def _numberless(name: str) -> str:
-    return re.sub(r"\d+", "#", name)

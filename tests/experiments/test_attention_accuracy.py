@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,7 +11,7 @@ from experiments.benchmarks.attention import contenders
 from experiments.benchmarks.attention.__main__ import AttentionArguments, measure
 from experiments.benchmarks.attention.accuracy import Error, error, errors_of, quantities, truth
 from experiments.benchmarks.attention.cases import Case, make_problem
-from kernels import CausalMask, FullMask, LocalMask, MosaicGpuTuning
+from kernels import CausalMask, FullMask, LocalMask, MosaicGpuTuning, dot_product_attention
 
 SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
 PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
@@ -22,42 +23,20 @@ MORE_KEYS = dataclasses.replace(SMALL, mask=FullMask(), kv_length=512)
 
 
 @pytest.mark.parametrize("case", [PACKED, GROUPED, WINDOWED, SUNK, NARROW_VALUES, MORE_KEYS], ids=repr)
-def test_the_truth_is_attention_in_float64(case):
+def test_the_truth_in_parts_is_that_of_the_whole(case, float64):
     # Three parts of 32 queries.
     problem = make_problem(case, 96)
-    query, key, value, d_output = (
-        np.asarray(problem.arrays[name], np.float64) for name in ("query", "key", "value", "d_output")
-    )
-    group, num_keys = case.num_heads // case.num_kv_heads, key.shape[1]
-    assert num_keys == (192 if case is MORE_KEYS else 96)
-    distance = np.arange(96)[:, None] - np.arange(num_keys)
-    window = case.mask.left if isinstance(case.mask, LocalMask) else 96
-    inside = (distance >= 0) & (distance <= window) | isinstance(case.mask, FullMask)
-    allowed = np.broadcast_to(inside, (2, 96, num_keys))
-    if problem.segment_ids is not None:
-        ids = np.asarray(problem.segment_ids)
-        allowed = allowed & (ids[:, :, None] == ids[:, None, :])
-    key, value = (np.repeat(x, group, 2) for x in (key, value))
-    logits = np.where(allowed[:, None], np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(case.head_dim), -np.inf)
-    sinks = np.asarray(problem.arrays.get("sinks", np.full(case.num_heads, -np.inf)), np.float64)[:, None, None]
-    row_max = np.maximum(logits.max(-1, keepdims=True), sinks)
-    weights, share = np.exp(logits - row_max), np.exp(sinks - row_max)
-    weights, share = (x / (weights.sum(-1, keepdims=True) + share) for x in (weights, share))
-    output = np.einsum("bnts,bsnh->btnh", weights, value)
-    d_value = np.einsum("bnts,btnh->bsnh", weights, d_output).reshape(2, num_keys, -1, group, case.output_dim).sum(3)
+    arrays = [jnp.asarray(problem.arrays[name], jnp.float64) for name in (*case.inputs, "d_output")]
+    ids = {"query_segment_ids": problem.segment_ids, "key_value_segment_ids": problem.segment_ids}
 
-    d_weights = np.einsum("btnh,bsnh->bnts", d_output, value)
-    delta = (weights * d_weights).sum(-1, keepdims=True)
-    d_logits = weights * (d_weights - delta) / np.sqrt(case.head_dim)
-    d_query = np.einsum("bnts,bsnh->btnh", d_logits, key)
-    d_key = np.einsum("bnts,btnh->bsnh", d_logits, query).reshape(2, num_keys, -1, group, case.head_dim).sum(3)
+    def attend(query, key, value, sinks=None):
+        return dot_product_attention(query, key, value, case.mask, sinks=sinks, **ids, implementation="reference")
 
-    arrays = {"output": output, "d_query": d_query, "d_key": d_key, "d_value": d_value}
-    arrays |= {"d_sinks": -(share * delta).sum((0, 2, 3))} if case.has_sinks else {}
+    output, vjp = jax.vjp(attend, *arrays[:-1])
     found = truth(problem)
     assert {name: x.dtype for name, x in found.items()} == dict.fromkeys(quantities(case), np.float64)
-    for name, array in arrays.items():
-        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-13 if name == "output" else 1e-12)
+    for (name, x), expected in zip(found.items(), (output, *vjp(arrays[-1])), strict=True):
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-13 if name == "output" else 1e-12)
 
 
 def test_an_error_is_relative_to_the_truth(rng):

@@ -17,7 +17,7 @@ WORK = DecodeWorkload(num_sequences=2, prompt=130, num_generated=2, window=100, 
 
 def test_a_run_writes_a_row_for_each_form(tmp_path):
     output = tmp_path / "new" / "rows.jsonl"
-    how = {"generated": 3, "num_rounds": 2, "copy_gigabytes": 1e-4, "baseline": "unified", "output": output}
+    how = {"generated": 3, "num_rounds": 2, "copy_gigabytes": 1e-4, "output": output}
     forms = ("unified", "xla_per_sequence")
     main(DecodeArguments(sequences=(2,), prompts=(9,), windows=(4,), forms=forms, **how, **SMALL))
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -28,7 +28,6 @@ def test_a_run_writes_a_row_for_each_form(tmp_path):
         assert row["bytes_per_s"] == pytest.approx(row["bytes_per_step"] / row["seconds_per_step"])
         assert row["copy_bytes_per_s"]["jax"] > 0
         assert row["fastest_s"] <= row["seconds_per_step"] <= row["slowest_s"]
-    assert rows[0]["speed_ratio"] == 1.0
 
 
 def test_bytes_are_those_of_the_tokens_seen():
@@ -60,7 +59,7 @@ def test_every_form_attends_to_its_cache(form, dense):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"forms": ("paged",)}, "unknown forms ['paged']; expected some of unified,"),
+        ({"forms": ("paged",)}, "unknown forms paged; expected some of unified,"),
         ({"sequences": (1, 0)}, "sequences=(1, 0) must be at least 1"),
         ({"implementation": "paged"}, "implementation='paged' is no backend of decoding"),
     ],

@@ -101,9 +101,11 @@ def test_it_is_timed_and_checked_beside_ours(package):
     "mask", [PrefixMask(7), ChunkedCausalMask(32), CausalMask(offset=-1), CausalMask() | PrefixMask(7)]
 )
 def test_a_mask_that_it_has_no_window_for_is_refused(mask, package):
-    with pytest.raises(ValueError, match="has full masks, causal masks and windows around each query only, ") as told:
+    with pytest.raises(
+        ValueError, match="has full masks, causal masks and windows around each query only, "
+    ) as refusal:
         compile_contender(make_problem(dataclasses.replace(SMALL, mask=mask)), "fa3", "forward")
-    assert str(told.value).endswith(f"not {mask!r}")
+    assert str(refusal.value).endswith(f"not {mask!r}")
 
 
 def test_what_the_package_refuses_is_told_in_its_words(package):

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from experiments.benchmarks.mixture import main
+from experiments.benchmarks.mixture import MixtureArguments, main
 
 
 def test_a_run_writes_a_row_with_both_sides(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
-    assert main(["--cases", "smoke", "--num-rounds", "2", "--sample-ms", "1", "--output", str(output)]) == 0
+    assert main(MixtureArguments(cases=("smoke",), num_rounds=2, sample_ms=1, output=output)) == 0
     (row,) = map(json.loads, output.read_text().splitlines())
     assert (row["case"], row["grouped_matmul"]) == ("smoke", "xla")
     assert row["busiest"] >= 1
@@ -21,11 +21,8 @@ def test_a_run_writes_a_row_with_both_sides(tmp_path, capsys):
     assert "smoke" in capsys.readouterr().out
 
 
-def test_kernels_that_the_device_lacks_are_refused(capsys):
-    assert main(["--cases", "smoke", "--implementation", "mosaic_gpu"]) == 2
+def test_what_cannot_be_measured_is_refused(capsys):
+    assert main(MixtureArguments(cases=("smoke",), implementation="mosaic_gpu")) == 2
     assert "implementation='mosaic_gpu' can't serve this grouped matmul: it " in capsys.readouterr().err
-
-
-def test_unknown_cases_are_refused(capsys):
-    assert main(["--cases", "smoek"]) == 2
-    assert "unknown cases smoek; expected some of qwen3_30b" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown cases smoek; expected some of qwen3_30b"):
+        MixtureArguments(cases=("smoek",))

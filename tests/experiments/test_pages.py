@@ -99,8 +99,10 @@ def test_a_page_for_two_gpus_refuses_fewer(page, length, monkeypatch, capsys):
     config = page.get_config()
     assert (config.name, config.sequence_length) == (name, length)
     assert config.model.num_parameters == pytest.approx(1.336e9, rel=0.01)
-    told = r"mesh data=1 × fsdp=1 × tensor=1 × context=2 needs 2 device\(s\), got 1 \(cpu\); set the sizes under mesh"
-    with pytest.raises(UserMistake, match=told):
+    message = (
+        r"mesh data=1 × fsdp=1 × tensor=1 × context=2 needs 2 device\(s\), got 1 \(cpu\); set the sizes under mesh"
+    )
+    with pytest.raises(UserMistake, match=message):
         make_mesh(config.mesh, jax.devices()[:1])
 
 

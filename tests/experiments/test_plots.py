@@ -3,8 +3,6 @@
 import json
 import re
 
-import pytest
-
 from experiments.benchmarks import plots
 from experiments.benchmarks.attention.speed_table import read_rows
 
@@ -19,7 +17,7 @@ def speed_row(backend, direction="forward", case="a", tflops=100.0, ratios=None)
 
 
 def trace_row(source, length, first_trace_s, **more):
-    row = {"subject": "attention", "mask": "causal", "source": source, "length": length, "status": "measured"}
+    row = {"mask": "causal", "source": source, "length": length, "status": "measured"}
     return row | {"first_trace_s": first_trace_s} | more
 
 
@@ -91,7 +89,6 @@ def test_a_trace_that_was_stopped_is_not_shown():
         trace_row("ours", 4096, 0.07),
         trace_row("upstream_lazy", 4096, 0.2, mask="two_masks"),
         trace_row("upstream_lazy", 8192, None, mask="two_masks", status="stopped"),
-        trace_row("ours", 4096, 5.0, subject="train_step"),
     ]
     causal, *_, two_masks = plots.trace_seconds(rows).values()
     assert causal == {plots.OURS: {"x": [4096, 8192], "y": [0.05, 0.06]}}
@@ -101,8 +98,3 @@ def test_a_trace_that_was_stopped_is_not_shown():
 def test_other_figures_have_another_digest():
     series = plots.trace_seconds([trace_row("ours", 4096, 0.05)])
     assert plots.digest(series) != plots.digest(plots.trace_seconds([trace_row("ours", 4096, 0.06)]))
-
-
-def test_rows_without_a_time_are_refused():
-    with pytest.raises(ValueError, match="no row of backend='mosaic_gpu' with a time"):
-        plots.attention_speeds([speed_row("cudnn")])

@@ -115,17 +115,19 @@ def test_an_exchange_has_the_sharding_that_is_best_for_it():
         "date": "2026-11-26",
         "exchange": "all_gather",
     }
-    row |= {"traced": {"received_bytes": 5e6}, "exposed_s": 0.002}
+    untraced, row = row, row | {"traced": {"received_bytes": 5e6}, "exposed_s": 0.002}
     rows = [
         row | {"sequence_sharding": "balanced", "efficiency": 0.71},
         row | {"sequence_sharding": "contiguous", "efficiency": 0.9},
         row | {"sequence_sharding": "contiguous", "efficiency": 0.38},
         row | {"sequence_sharding": "balanced", "efficiency": 0.92, "exchange": "peer"},
+        untraced | {"sequence_sharding": "balanced", "efficiency": 0.8, "exchange": "ring"},
         row | {"sequence_sharding": "balanced", "efficiency": 0.99, "num_devices": 2},
         row | {"refused": "can't"},
     ]
     assert lines_of(tables.exchanges(rows, 4)) == [
         ["packed", "peer", "balanced", "92", "–", "2.0"],
+        ["packed", "ring", "balanced", "80", "–", "–"],
         ["packed", "all_gather", "balanced", "71", "5", "2.0"],
     ]
 

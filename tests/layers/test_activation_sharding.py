@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from kernels import CausalMask, FullMask, MultiHeadMask
+from kernels import CausalMask, MultiHeadMask
+from kernels.context import attend_over_mesh
 from layers import MLP, ActivationSharding, Attention
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -22,25 +23,11 @@ def abstract_sharding(**sizes):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"data": 2, "fsdp": 2}, "batch size 2 is not a multiple of the mesh's data × fsdp=4"),
-        ({"context": 3}, "sequence length 16 is not a multiple of the mesh's context=3"),
-        ({"tensor": 8}, "number of query heads 4 is not a multiple of the mesh's tensor=8"),
-        ({"tensor": 4}, "number of key/value heads 2 is not a multiple of the mesh's tensor=4"),
-    ],
-)
-def test_refuses_what_does_not_divide(sizes, message):
-    query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 16, 2, 8))
-    with pytest.raises(ValueError, match=message):
-        abstract_sharding(**sizes).dot_product_attention(query, key, key, CausalMask())
-
-
-@pytest.mark.parametrize(
     ("sizes", "changes", "message"),
     [
         ({"tensor": 2}, {"num_kv_heads": 1}, "number of key/value heads 1 is not a multiple of the mesh's tensor=2"),
         ({"tensor": 2}, {"num_heads": 3, "num_kv_heads": 3}, "number of query heads 3 is not a multiple"),
+        ({"context": 3}, {}, "sequence length 16 is not a multiple of the mesh's context=3"),
         ({"tensor": 2, "data": 4}, {}, "batch size 2 is not a multiple of the mesh's data × fsdp=4"),
     ],
 )
@@ -66,7 +53,7 @@ def test_refuses_heads_that_differ_where_heads_are_split():
     with pytest.raises(
         ValueError, match=r"MultiHeadMask gives each head its own.*tensor=2 one program.*set tensor to 1"
     ):
-        abstract_sharding(tensor=2).dot_product_attention(query, query, query, MultiHeadMask([CausalMask()] * 4))
+        attend_over_mesh(query, query, query, MultiHeadMask([CausalMask()] * 4), abstract_sharding(tensor=2).layout)
 
 
 def test_hashed_segment_ids_keep_documents_apart(rng):
@@ -74,7 +61,7 @@ def test_hashed_segment_ids_keep_documents_apart(rng):
     x = jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.float32)
     small = np.array([[1, 1, 2, 2, 3, 3]])
     attended = [
-        ActivationSharding(mesh).dot_product_attention(x, x, x, FullMask(), segment_ids=ids, implementation="reference")
+        attend_over_mesh(x, x, x, None, ActivationSharding(mesh).layout, segment_ids=ids, implementation="reference")
         for ids in (small, 2**32 * small + 5)
     ]
     np.testing.assert_array_equal(*attended)

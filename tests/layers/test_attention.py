@@ -1,4 +1,4 @@
-"""layers.Attention against dense attention written out in NumPy."""
+"""layers.Attention against the oracle, dense attention written out in NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, SlabCache, TritonDecodeTuning
-from layers import Attention, apply_rope
+from layers import Attention, GPTConfig
 from layers import attention as attention_module
+from tests.layers import decoder_oracle
 
 WIDTH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, LENGTH = 16, 4, 2, 8, 32
 
@@ -27,36 +28,6 @@ def randomize(layer, rng):
     nnx.update(layer, jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0.5, 0.5, leaf.shape), leaf.dtype), state))
 
 
-def dense(layer, inputs, segment_ids, positions, *, scale=HEAD_DIM**-0.5):
-    """The layer's expected output, with its T×T array, in float64."""
-    parameter = lambda module: np.asarray(module[...], np.float64)  # noqa: E731
-    inputs = np.asarray(inputs, np.float64)
-    query, key, value = (
-        np.einsum("btw,wnh->btnh", inputs, parameter(projection.kernel))
-        for projection in (layer.query, layer.key, layer.value)
-    )
-    if layer.qk_norm != "none":
-        query, key = (
-            x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * parameter(norm.scale)
-            for x, norm in ((query, layer.query_norm), (key, layer.key_norm))
-        )
-    if layer.rotary is not None:
-        query, key = (np.asarray(apply_rope(jnp.asarray(x, jnp.float32), positions)) for x in (query, key))
-    key, value = (np.repeat(x, NUM_HEADS // NUM_KV_HEADS, axis=2) for x in (key, value))
-    logits = np.einsum("btnh,bsnh->bnts", query, key) * scale
-    if layer.logits_soft_cap is not None:
-        logits = layer.logits_soft_cap * np.tanh(logits / layer.logits_soft_cap)
-    allowed = layer.mask(positions[:, :, None], positions[:, None, :])
-    allowed = np.moveaxis(allowed, 0, 1) if isinstance(layer.mask, MultiHeadMask) else allowed[:, None]
-    allowed = allowed & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    weights = np.exp(logits) * allowed
-    total = weights.sum(-1, keepdims=True)
-    if layer.sinks is not None:
-        total = total + np.exp(parameter(layer.sinks))[None, :, None, None]
-    attended = np.einsum("bnts,bsnh->btnh", weights / total, value)
-    return np.einsum("btnh,nhw->btw", attended, parameter(layer.output.kernel))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -68,13 +39,20 @@ def dense(layer, inputs, segment_ids, positions, *, scale=HEAD_DIM**-0.5):
     ],
     ids=["causal", "window and QK-norm", "prefix and sinks", "soft cap", "heads differ"],
 )
-def test_matches_dense_attention_within_documents(rng, packed, changes):
+def test_documents_are_those_of_the_oracle(rng, packed, changes):
     layer = make_layer(**changes)
     randomize(layer, rng)
     inputs = rng.normal(0, 0.5, (2, LENGTH, WIDTH)).astype(np.float32)
     outputs = nnx.jit(lambda layer, *inputs: layer(*inputs))(layer, inputs, packed.segment_ids, packed.positions)
-    expected = dense(layer, inputs, packed.segment_ids, packed.positions)
-    np.testing.assert_allclose(outputs, expected, atol=2e-5 * np.abs(expected).max())
+    fields = {name: value for name, value in changes.items() if name not in ("mask", "implementation")}
+    sizes = {"width": WIDTH, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM}
+    config = GPTConfig(**sizes, masks=(changes.get("mask", CausalMask()),), **fields)
+    params = jax.device_get(nnx.to_pure_dict(nnx.state(layer)))
+    for row, lengths in enumerate(packed.lengths):
+        for document, length in enumerate(lengths, start=1):
+            where = packed.segment_ids[row] == document
+            expected = decoder_oracle.attention(config, 0, params, inputs[row][where].astype(np.float64), length)
+            np.testing.assert_allclose(outputs[row][where], expected, atol=2e-5 * np.abs(expected).max())
 
 
 def test_without_ids_and_positions_a_row_is_one_document(rng):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from kernels import CausalMask, LocalMask
-from layers import GPT, GPTConfig, MoEConfig, init_caches, unroll_params, unrolled_config
+from layers import GPT, GPTConfig, MoEConfig, unroll_params
 
 MIXTURE = MoEConfig(num_experts=5, num_experts_per_token=2, expert_width=6, router_bias=True, expert_bias=True)
 # 3 layers over a pattern of 2: one layer is left over by the scan.
@@ -87,20 +87,6 @@ def test_scan_remat_and_unrolled_layers_agree_and_documents_are_what_they_are_al
     length = packed.lengths[0][0]
     alone = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))(params, packed.tokens[:1, :length])
     assert_same(alone[0], hidden[0, :length])
-
-
-def test_token_by_token_is_what_training_sees(rng, config, params):
-    tokens, prompt = rng.integers(0, 64, (2, 12)).astype(np.int32), int(rng.integers(1, 12))
-    expected = jax.jit(lambda params: nnx.merge(split(config)[0], params)(tokens))(params)
-    graphdef, params = split(unrolled_config(config))[0], unroll_params(config, params)
-    prefill = jax.jit(lambda params, *inputs: nnx.merge(graphdef, params).prefill(*inputs))
-    decode = jax.jit(lambda params, *inputs: nnx.merge(graphdef, params).decode(*inputs))
-    hidden, caches = prefill(params, tokens[:, :prompt], init_caches(config, 2, 12))
-    outputs = [hidden]
-    for place in range(prompt, 12):
-        hidden, caches = decode(params, tokens[:, place : place + 1], caches)
-        outputs.append(hidden)
-    assert_same(jnp.concatenate(outputs, axis=1), expected)
 
 
 def test_only_routers_keep_their_own_dtype_in_a_narrower_model():

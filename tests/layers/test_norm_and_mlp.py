@@ -44,20 +44,6 @@ def test_norm_of_zeros_is_zero_with_a_finite_gradient():
     assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
-def test_mlp_matches_its_formula(rng, kind):
-    mlp = MLP(8, 24, kind=kind, compute_dtype="float32", rngs=nnx.Rngs(0))
-    inputs = rng.standard_normal((2, 4, 8)).astype(np.float32)
-    up, down = np.asarray(mlp.up.kernel[...], np.float64), np.asarray(mlp.down.kernel[...], np.float64)
-    hidden = inputs @ up
-    if kind == "gelu":
-        hidden = hidden / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
-    else:
-        gate = inputs @ np.asarray(mlp.gate.kernel[...], np.float64)
-        hidden = gate / (1 + np.exp(-gate)) * hidden
-    np.testing.assert_allclose(mlp(inputs), hidden @ down, atol=1e-6)
-
-
 def gelu_oracle(x):
     """Value and slope in float64."""
     z, dz = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)

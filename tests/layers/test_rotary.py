@@ -35,64 +35,6 @@ def test_refuses_positions_that_32_bits_would_cut():
         apply_rope(jnp.ones((1, 2, 1, 8)), jnp.array([[0.5, 1.5]]))
 
 
-def test_products_depend_on_the_distance_alone(rng):
-    query, key = rng.standard_normal((2, 1, 1, 1, 32)).astype(np.float32)
-    distance = int(rng.integers(0, 1000))
-
-    def product(position):
-        turned_query = apply_rope(query, jnp.array([[position + distance]]))
-        return jnp.vdot(turned_query, apply_rope(key, jnp.array([[position]])))
-
-    products = [product(position) for position in (0, 17, 5000, 500_000)]
-    np.testing.assert_allclose(products, products[0], atol=2e-3)
-    assert abs(products[0] - jnp.vdot(query, key)) > 1e-4 or distance == 0
-
-
-def test_keeps_dtype_and_norm(rng):
-    inputs = jnp.asarray(rng.standard_normal((1, 8, 2, 16)), jnp.bfloat16)
-    outputs = apply_rope(inputs, jnp.arange(8)[None])
-    assert outputs.dtype == jnp.bfloat16
-    norm = lambda x: np.linalg.norm(np.asarray(x, np.float32), axis=-1)  # noqa: E731
-    np.testing.assert_allclose(norm(outputs), norm(inputs), rtol=0.02)
-
-
-def test_position_0_changes_nothing(rng):
-    inputs = rng.standard_normal((1, 1, 2, 16)).astype(np.float32)
-    np.testing.assert_array_equal(apply_rope(inputs, jnp.zeros((1, 1), jnp.int32)), inputs)
-
-
-def test_linear_scaling_interpolates_positions(rng):
-    inputs = rng.standard_normal((1, 64, 1, 32)).astype(np.float32)
-    scaled = apply_rope(inputs, np.arange(64)[None], scaling=RopeScaling("linear", 4.0))
-    np.testing.assert_allclose(scaled, rotated(inputs, np.arange(64)[None] / 4), atol=1e-4)
-
-
-def test_ntk_scaling_keeps_the_fastest_and_stretches_the_slowest_by_the_factor():
-    plain = inverse_frequencies(64, 10_000.0, RopeScaling())
-    scaled = inverse_frequencies(64, 10_000.0, RopeScaling("ntk", 8.0))
-    assert scaled[0] == plain[0]
-    assert plain[-1] / scaled[-1] == pytest.approx(8.0)
-    assert (np.diff(plain / scaled) > 0).all()
-
-
-def test_llama3_scaling_matches_its_published_rule():
-    scaling = RopeScaling(
-        "llama3", 8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_context_length=8192
-    )
-    expected = []
-    for frequency in inverse_frequencies(128, 500_000.0, RopeScaling()):
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 8192 / 4.0:
-            expected.append(frequency)
-        elif wavelength > 8192 / 1.0:
-            expected.append(frequency / 8.0)
-        else:
-            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-            expected.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
-    np.testing.assert_allclose(inverse_frequencies(128, 500_000.0, scaling), expected, rtol=1e-12)
-    assert len({round(float(e), 12) for e in expected}) == 64
-
-
 def random_scaling(kind, num_pairs, rng):
     fast, slow = np.sort(rng.uniform(0.5, 40.0, 2))[::-1]
     arguments = {"factor": float(rng.uniform(1.0, 32.0)), "original_context_length": int(rng.integers(16, 16_384))}
@@ -104,7 +46,7 @@ def random_scaling(kind, num_pairs, rng):
     return RopeScaling(kind, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+@pytest.mark.parametrize("kind", ["linear", "ntk", "llama3", "yarn", "longrope"])
 def test_every_frequency_and_the_stretch_follow_the_published_rule(rng, kind):
     for _ in range(50):
         num_pairs, base = int(rng.integers(2, 65)), float(rng.choice([100.0, 10_000.0, 1e6]))

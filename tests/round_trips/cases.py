@@ -1,14 +1,15 @@
 """The matrix of round trips: which models go into shards and back, in which dtypes, on which meshes of eight devices.
 
-A case's text says all of it: `Case.parse(str(case))` is the case again, with the same folder and the same shards.
+A case says all of it: an equal one has the same folder and the same shards.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,39 +59,21 @@ class Case:
     mesh: tuple[int, ...]
     seed: int
 
-    def __str__(self) -> str:
-        values = vars(self) | {"mesh": "x".join(map(str, self.mesh))}
-        return " ".join(f"{name}={value}" for name, value in values.items())
-
-    @staticmethod
-    def parse(text: str) -> Case:
-        """The case whose text this is."""
-        values = dict(part.split("=") for part in text.split())
-        mesh, seed = tuple(map(int, values.pop("mesh").split("x"))), int(values.pop("seed"))
-        return Case(**values, mesh=mesh, seed=seed)
-
-
-def whole_matrix(seed: int) -> Iterator[Case]:
-    """Every model × mesh: its folder in all dtypes and both placements, its logits, and a run of it."""
-    for model, mesh in itertools.product(MODELS, MESHES):
-        # Packed experts are bfloat16 and nothing else.
-        dtypes = [pair for pair in DTYPES if model != PACKED or pair[0] == "bfloat16"]
-        for (stored, held), placement in itertools.product(dtypes, PLACEMENTS):
-            yield Case("folder", model, stored, held, placement, mesh, seed)
-        yield Case("logits", model, "bfloat16", "float64", "load_gpt", mesh, seed)
-        # What a run exports is neither packed nor within another model. It trains float32.
-        if model in golden.CASES:
-            yield Case("run", model, "float32", "float32", "trainer", mesh, seed)
-
 
 def sample(seed: int, num_models: int) -> list[Case]:
-    """Cells of the whole matrix: a folder of each of some models in each of `DTYPES`, a run, and a model's logits."""
+    """A folder of each of some models in each of `DTYPES`, a run, and a model's logits, each on some mesh."""
     rng = np.random.default_rng(seed)
-    columns: dict[tuple[str, ...], list[Case]] = {}
-    chosen = rng.permutation(MODELS)[:num_models]
-    for case in whole_matrix(seed):
-        if case.trip != "folder":
-            columns.setdefault((case.trip,), []).append(case)
-        elif case.model in chosen:
-            columns.setdefault((case.model, case.stored, case.held), []).append(case)
-    return [column[rng.integers(len(column))] for column in columns.values()]
+
+    def draw(choices: Sequence[Any]) -> Any:
+        return choices[rng.integers(len(choices))]
+
+    cases = [
+        Case("folder", model, stored, held, draw(PLACEMENTS), draw(MESHES), seed)
+        for model in rng.permutation(MODELS)[:num_models].tolist()
+        for stored, held in DTYPES
+        if model != PACKED or stored == "bfloat16"  # packed experts are bfloat16 and nothing else
+    ]
+    cases.append(Case("logits", draw(MODELS), "bfloat16", "float64", "load_gpt", draw(MESHES), seed))
+    # What a run exports is neither packed nor within another model. It trains float32.
+    cases.append(Case("run", draw([*golden.CASES]), "float32", "float32", "trainer", draw(MESHES), seed))
+    return cases

@@ -15,15 +15,11 @@ def sign(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
-def set_history(checkpoint: Path, history: Any) -> None:
-    """Has a checkpoint tell another config and other changes."""
-    run = json.loads((checkpoint / "run.json").read_text())
-    (checkpoint / "run.json").write_text(json.dumps(run | {"config_history": history}))
-    sign(checkpoint)
-
-
 def set_config(workdir: Path, config: Any) -> None:
     """Has a workdir and its checkpoints tell another config, given as JSON values."""
     (workdir / "config.json").write_text(json.dumps(config))
     for checkpoint in (workdir / "checkpoints").iterdir():
-        set_history(checkpoint, {"config": config, "changes": []})
+        run = json.loads((checkpoint / "run.json").read_text())
+        run["config_history"] = {"config": config, "changes": []}
+        (checkpoint / "run.json").write_text(json.dumps(run))
+        sign(checkpoint)

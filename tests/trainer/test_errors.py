@@ -12,7 +12,6 @@ from trainer.compile.command.compile_command import parse_command_line as parse_
 from trainer.config import DataConfig
 from trainer.config.resume_changes import ConfigChange
 from trainer.errors import TrainingFailed, UserMistake, name_some, shorten
-from trainer.export.export_command import parse_command_line as parse_export_command
 from trainer.sample.sample_command import parse_command_line as parse_sample_command
 
 LONG = "x" * 200_000
@@ -28,11 +27,9 @@ def test_a_long_line_keeps_its_two_ends(error):
     assert str(pickle.loads(pickle.dumps(error(told)))) == told
 
 
-@pytest.mark.parametrize("error", [UserMistake, TrainingFailed])
-def test_so_do_many_lines(error):
-    told = str(error("\n".join(map(str, range(1000))))).split("\n")
-    assert len(told) == 80
-    assert (told[0], told[-1]) == ("0", "999")
+def test_so_do_many_lines():
+    told = str(UserMistake("\n".join(map(str, range(1000))))).split("\n")
+    assert (len(told), told[0], told[-1]) == (80, "0", "999")
     assert "… (921 lines) …" in told
 
 
@@ -57,29 +54,17 @@ def test_nothing_is_lost_but_the_middle(length):
     ("parse", "arguments"),
     [
         (parse_command_line, ["--config", LONG]),
-        (parse_command_line, ["--config", f"smoke:{LONG}"]),
         (parse_command_line, ["--config", f"smoke:left={LONG}"]),
         (parse_command_line, [f"--{LONG}", "3"]),
         (parse_command_line, ["--config", "smoke", "--num-steps", LONG]),
-        (parse_command_line, ["--config", "smoke", "--num-steps", "3", LONG]),
         (parse_command_line, ["--config", "smoke", "--model.masks", LONG]),
-        (parse_command_line, ["--config", "smoke", "--model.masks", f"LocalMask({LONG})"]),
         (parse_command_line, ["--config", "smoke", "--model.remat", LONG]),
-        (parse_command_line, ["--config", "smoke", "--model.implementation", LONG]),
-        (parse_command_line, ["--config", "smoke", "--optimizer.schedule", LONG]),
         (parse_command_line, ["--config", "smoke", "--data.files", LONG]),
-        (parse_command_line, ["--config", "smoke", "--name", LONG]),
         (parse_command_line, ["--config", "smoke", "--init-from", LONG]),
         (parse_command_line, ["--resume", LONG]),
-        (parse_command_line, [LONG]),
         (parse_compile_command, ["--config", "smoke", "--topology", LONG]),
         (parse_compile_command, ["--config", "smoke", "--compare", LONG]),
-        (parse_compile_command, ["--config", "smoke", "--output", LONG]),
-        (parse_compile_command, ["--config", "smoke", "--search-seconds", LONG]),
         (parse_sample_command, ["--workdir", "x", "--prompt", "a", "--temperature", LONG]),
-        (parse_sample_command, ["--workdir", "x", "--prompt", "a", "--implementation", LONG]),
-        (parse_export_command, ["--workdir", "x", "--output", "y", "--shard-size", LONG]),
-        (parse_export_command, ["--workdir", "x", "--output", "y", "--dtype", LONG]),
     ],
 )
 def test_no_command_repeats_what_is_too_long(monkeypatch, parse, arguments):

@@ -5,17 +5,14 @@ Nothing here reads the training state, so nothing here imports JAX or Orbax.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import re
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.errors import TrainingFailed
 
@@ -23,7 +20,6 @@ DIGESTS = "SHA256SUMS"
 
 # A step as Python writes it. `str.isdigit` would also accept "²", "１２" and "007", which no save writes.
 _STEP = "[1-9][0-9]{0,17}"
-_NUM_NAMED = 5
 _OF_A_PROCESS = re.compile(r"state/ocdbt\.process_([0-9]+)/")  # Orbax's
 
 
@@ -38,27 +34,14 @@ class Damaged:
         return f"checkpoint {self.path} is damaged ({self.reason})"
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The entries of a `checkpoints/`, by their names and types."""
+class Listing(NamedTuple):
+    """The entries of a `checkpoints/` that are a run's, by their names and types. All others are left alone."""
 
     steps: tuple[int, ...]
     """Steps that have a checkpoint, ascending. `find_damage` says whether it is whole. A symbolic link to a folder with
     digests counts: somebody moved the checkpoint to another disk."""
     unfinished: tuple[Path, ...]
     """Folders that a save was writing when its process ended."""
-    foreign: tuple[Path, ...]
-    """Everything that wasn't written by a run."""
-
-    def describe_foreign(self) -> str | None:
-        """One line that names what isn't the run's, or None."""
-        if not self.foreign:
-            return None
-        names = [printable(path.name) for path in self.foreign[:_NUM_NAMED]]
-        more = len(self.foreign) - len(names)
-        return f"{self.foreign[0].parent} holds what isn't a checkpoint, which is left alone: {', '.join(names)}" + (
-            f" and {more} more" if more else ""
-        )
 
 
 def list_checkpoints(folder: Path) -> Listing:
@@ -67,7 +50,7 @@ def list_checkpoints(folder: Path) -> Listing:
     Raises:
       OSError: the folder can't be read.
     """
-    steps, unfinished, foreign = [], [], []
+    steps, unfinished = [], []
     for path in sorted(folder.iterdir()):
         # os.path's functions return False where pathlib's raise, for example for a link into a forbidden folder.
         is_own_folder = os.path.isdir(path) and not os.path.islink(path)
@@ -75,9 +58,7 @@ def list_checkpoints(folder: Path) -> Listing:
             steps.append(int(path.name))
         elif re.fullmatch(rf"{_STEP}\.tmp", path.name) and is_own_folder:
             unfinished.append(path)
-        elif not re.fullmatch(rf"{_STEP}\.damaged(-[0-9]+)?", path.name):
-            foreign.append(path)
-    return Listing(tuple(sorted(steps)), tuple(unfinished), tuple(foreign))
+    return Listing(tuple(sorted(steps)), tuple(unfinished))
 
 
 def owner(name: str) -> int:
@@ -97,26 +78,25 @@ def find_damage(path: Path, is_mine: Callable[[str], bool] = lambda name: True) 
       path: the checkpoint.
       is_mine: whether to look at a file, by its name.
     """
+    if not os.path.isfile(path / DIGESTS):  # to read a pipe would take for ever
+        return f"{DIGESTS} is missing, or not a file"
     try:
-        if not os.path.lexists(path / DIGESTS):
-            return f"{DIGESTS} is missing"
-        if not os.path.isfile(path / DIGESTS):
-            return f"{DIGESTS} is not a file"
-        expected: dict[str, str] = {}
-        for number, line in enumerate((path / DIGESTS).read_text(encoding="utf-8").split("\n"), 1):
-            digest, separator, name = line.partition("  ")
-            if line and (not separator or name in expected):
-                return f"line {number} of {DIGESTS} {'lists a file again' if separator else 'is not one of sha256sum'}"
-            if line:
-                expected[name] = digest
-        if not expected:
-            return f"{DIGESTS} is empty"
+        lines = (path / DIGESTS).read_text(encoding="utf-8").split("\n")
+        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines if line)}
         found = digests(path, is_mine)
     except FileNotFoundError as error:
         return f"{printable(str(error.filename))} is missing"
     except (OSError, ValueError) as error:
         return f"{DIGESTS} can't be read: {error}"
-    return _first_difference({name: digest for name, digest in expected.items() if is_mine(name)}, found)
+    if not expected:
+        return f"{DIGESTS} is empty"
+    for name, digest in expected.items():
+        if is_mine(name) and name not in found:
+            return f"{printable(name)} is missing"
+        if is_mine(name) and found[name] != digest:
+            return f"{printable(name)} is not what was written"
+    unlisted = sorted(found.keys() - expected.keys())
+    return f"{DIGESTS} doesn't list {printable(unlisted[0])}" if unlisted else None
 
 
 def digests(path: Path, is_mine: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
@@ -139,10 +119,6 @@ class Metadata:
     """The data iterator's state, as JSON values."""
     config_history: Any
     """The config that led here and its changes, as JSON values."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As a dict of JSON's types."""
-        return {"step": self.step, "data": self.data, "config_history": self.config_history}
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -170,52 +146,6 @@ def cannot_restore(path: Path, reason: object) -> TrainingFailed:
     )
 
 
-class Hold:
-    """Keeps a run from removing a checkpoint while it is being read.
-
-    It takes a shared lock on the folder, which needs no permission to write. A run takes the exclusive lock before it
-    removes a checkpoint. On a file system without locks nothing is held; `is_there` tells whether it is still there.
-
-    Args:
-      path: the checkpoint.
-
-    Raises:
-      OSError: it isn't there, or can't be opened.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        self.release = weakref.finalize(self, os.close, self._descriptor)
-        """Releases the lock. May be called again."""
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
-
-    def is_there(self) -> bool:
-        """True while the folder that was opened has the checkpoint's name."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
-        except OSError:
-            return False
-
-
-@contextlib.contextmanager
-def claim_for_removal(path: Path) -> Iterator[bool]:
-    """Yields whether nobody holds the checkpoint. If so, nobody can hold it inside."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        is_free = True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        except OSError:  # without locks, readers whose checkpoint is gone take the next one
-            pass
-        yield is_free
-    finally:
-        os.close(descriptor)
-
-
 def all_damaged(damaged: Sequence[Damaged], remedy: str) -> TrainingFailed:
     """The error that no checkpoint is left to go on from, with the reason for each."""
     return TrainingFailed("\n  ".join(["every checkpoint of this run is damaged:", *map(str, damaged)]) + f"\n{remedy}")
@@ -224,13 +154,3 @@ def all_damaged(damaged: Sequence[Damaged], remedy: str) -> TrainingFailed:
 def printable(name: str) -> str:
     """A file's name in a form that any terminal can print: quoted if it isn't UTF-8 or has control characters."""
     return name if name.isprintable() else ascii(name)
-
-
-def _first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    for name, digest in expected.items():
-        if name not in found:
-            return f"{printable(name)} is missing"
-        if found[name] != digest:
-            return f"{printable(name)} is not what was written"
-    unlisted = sorted(found.keys() - expected.keys())
-    return f"{DIGESTS} doesn't list {printable(unlisted[0])}" if unlisted else None

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 from trainer.checkpoints.folder import (
     DIGESTS,
     Damaged,
-    Hold,
     all_damaged,
     cannot_restore,
     find_damage,
@@ -25,11 +24,6 @@ from trainer.checkpoints.folder import (
 from trainer.checkpoints.stored_array import StoredArray, UnreadableArray
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
-
-_T = TypeVar("_T")
-
-# How many checkpoints may vanish while they are looked at, on a file system without locks.
-_MAX_VANISHED = 20
 
 
 @dataclass(frozen=True)
@@ -44,18 +38,12 @@ class FoundCheckpoint:
     """Tokens that began and ended documents; None: checkpoints before 2026-11-29 don't say."""
     config_history: Any
     """The run's config up to its step, as JSON values."""
+    data_state: Any
+    """The state of its data, as JSON values."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
-    is_chosen: bool
-    """True: its step was asked for, so that no other will do."""
     digest: str
     """SHA-256 of its list of digests, and so of the whole checkpoint."""
-    hold: Hold
-    """Keeps its run from removing it, until `restore_params` has read it."""
-
-
-class _VanishedError(Exception):
-    """A checkpoint was removed while it was being read, so there is a newer one."""
 
 
 def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None:
@@ -71,39 +59,24 @@ def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None
     Raises:
       TrainingFailed: there are checkpoints, but all are damaged, or the folder can't be read.
     """
-    for _ in range(_MAX_VANISHED):
-        try:
-            return _find_newest(folder.absolute(), step)
-        except _VanishedError:
-            continue
-        except OSError as error:
-            raise TrainingFailed(f"{folder} can't be read: {error.strerror}") from error
-    raise _too_fast(folder)
-
-
-def _find_newest(folder: Path, chosen: int | None) -> FoundCheckpoint | None:
     damaged: list[Damaged] = []
-    for step in reversed(list_checkpoints(folder).steps if folder.is_dir() else ()):
-        if chosen not in (None, step):
+    try:
+        steps = list_checkpoints(folder).steps if folder.is_dir() else ()
+    except OSError as error:
+        raise TrainingFailed(f"{folder} can't be read: {error.strerror}") from error
+    for each in reversed(steps):
+        if step not in (None, each):
             continue
-        path = folder / str(step)
-        try:
-            hold = Hold(path)
-        except FileNotFoundError:
-            raise _VanishedError from None
-        except OSError as error:
-            damaged.append(Damaged(path, f"it can't be opened: {error.strerror}"))
-            continue
+        path = folder.absolute() / str(each)
         reason = find_damage(path)
-        if not hold.is_there():
-            raise _VanishedError
+        if not path.exists():  # the run has removed it, and so there is a newer one
+            return find_newest(folder, step)
         if reason is None:
             metadata = read_metadata(path)
             tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
-            return FoundCheckpoint(
-                path, step, tokenizer, delimiters, metadata.config_history, tuple(damaged), chosen == step, digest, hold
-            )
+            held = metadata.config_history, metadata.data
+            return FoundCheckpoint(path, each, tokenizer, delimiters, *held, tuple(damaged), digest)
         damaged.append(Damaged(path, reason))
     if damaged:
         raise all_damaged(damaged, "put a good copy back")
@@ -124,77 +97,58 @@ def _read_tokenizer(path: Path, data: Any) -> tuple[str, tuple[int | None, int |
     raise cannot_restore(path, f"its run.json names the tokens around documents by {printable(str(delimiters)[:40])}")
 
 
-def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[FoundCheckpoint, Any]:
-    """Reads only the model's parameters, and releases the checkpoint.
+def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
+    """Reads only the model's parameters.
 
     Args:
       checkpoint: from `find_newest`.
       abstract_params: their tree of `jax.ShapeDtypeStruct`s with shardings.
 
-    Returns:
-      The checkpoint that was read (a newer one if the run has removed the one given), and the parameters.
-
     Raises:
       TrainingFailed: they are of another form, or can't be read.
     """
-    return _of_newest(checkpoint, lambda found: _restore_params(found, abstract_params))
+    return _restore(checkpoint, {"params": abstract_params})["params"]
 
 
-def stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> FoundCheckpoint:
-    """Has a function read the model's parameters piece by piece, and releases the checkpoint.
+def restore_state(checkpoint: FoundCheckpoint, abstract_state: Any) -> Any:
+    """Reads the whole training state. See `restore_params`.
 
     Args:
       checkpoint: from `find_newest`.
-      abstract_params: their tree of `jax.ShapeDtypeStruct`s.
-      use: called with the tree of `StoredArray`s. On a file system without locks the run may remove the checkpoint
-        meanwhile; then it is called again, with those of a newer one.
-
-    Returns:
-      The checkpoint that was read.
-
-    Raises:
-      TrainingFailed: the parameters are of another form, or can't be read.
+      abstract_state: a `TrainState` of `jax.ShapeDtypeStruct`s with shardings.
     """
-    return _of_newest(checkpoint, lambda found: _stream_params(found, abstract_params, use))[0]
+    return type(abstract_state)(**_restore(checkpoint, abstract_state._asdict()))
 
 
-def _of_newest(checkpoint: FoundCheckpoint, read: Callable[[FoundCheckpoint], _T]) -> tuple[FoundCheckpoint, _T]:
-    for _ in range(_MAX_VANISHED):
-        try:
-            return checkpoint, read(checkpoint)
-        except _VanishedError:
-            newer = find_newest(checkpoint.path.parent, checkpoint.step if checkpoint.is_chosen else None)
-            if newer is None:
-                raise TrainingFailed(
-                    f"checkpoint {checkpoint.path} was removed while it was being read, and there is no other"
-                ) from None
-            checkpoint = newer
-    raise _too_fast(checkpoint.path.parent)
-
-
-def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
-    wanted = {"params": abstract_params}
+def _restore(checkpoint: FoundCheckpoint, wanted: dict[str, Any]) -> dict[str, Any]:
     arguments = ocp.args.PyTreeRestore(
         wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
     with ocp.PyTreeCheckpointer() as orbax:
         try:
-            params = orbax.restore(checkpoint.path / "state", args=arguments)["params"]
+            state = orbax.restore(checkpoint.path / "state", args=arguments)
             # Orbax returns the request itself in the place of an array that the checkpoint doesn't have.
-            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
-                raise ValueError("it holds the parameters of another model")
-            return params
+            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state)):
+                raise ValueError("it holds the parameters of another model, or moments of another optimizer")
+            return state
         except Exception as error:
             if reason_of(error) is not None:
                 raise
-            if not checkpoint.hold.is_there():
-                raise _VanishedError from error
-            raise cannot_restore(checkpoint.path, error) from error
-        finally:
-            checkpoint.hold.release()
+            raise _cannot_read(checkpoint, error) from error
 
 
-def _stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> None:
+def stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> None:
+    """Has a function read the model's parameters piece by piece.
+
+    Args:
+      checkpoint: from `find_newest`.
+      abstract_params: their tree of `jax.ShapeDtypeStruct`s.
+      use: called with the tree of `StoredArray`s.
+
+    Raises:
+      TrainingFailed: the parameters are of another form, or can't be read.
+    """
+
     def open_array(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> StoredArray:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         array = StoredArray(checkpoint.path / "state", f"params.{name}")
@@ -209,14 +163,13 @@ def _stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Calla
     except UnreadableArray as error:
         if error.__cause__ is not None and reason_of(error.__cause__) is not None:
             raise error.__cause__ from None
-        if not checkpoint.hold.is_there():
-            raise _VanishedError from error
-        raise cannot_restore(checkpoint.path, error) from error
-    finally:
-        checkpoint.hold.release()
+        raise _cannot_read(checkpoint, error) from error
 
 
-def _too_fast(folder: Path) -> TrainingFailed:
+def _cannot_read(checkpoint: FoundCheckpoint, error: Exception) -> TrainingFailed:
+    if checkpoint.path.exists():
+        return cannot_restore(checkpoint.path, error)
     return TrainingFailed(
-        f"the run removes the checkpoints in {folder} faster than they can be read; raise its checkpoint.num_kept"
+        f"checkpoint {checkpoint.path} was removed while it was being read; run the same command again to read a "
+        "newer one, and raise checkpoint.num_kept if that goes the same way"
     )

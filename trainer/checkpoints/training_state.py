@@ -6,9 +6,8 @@
         run.json           step, the data iterator's state, and the config with its changes up to this step
         SHA256SUMS         digests of all the files above; `sha256sum -c SHA256SUMS` checks them by hand
       400.tmp/             one being written, or cut short by a kill
-      200.damaged/         one that fails its digests, set aside when its step was saved again or its removal was due
-      note.txt             anything else isn't the run's: it is named once and left alone; a name that a save needs is
-                           freed by a renaming to NAME.foreign
+      200.damaged/         one that fails its digests, set aside when its step was saved again
+      note.txt             anything else isn't the run's, and is left alone
 
 A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk. So a kill leaves either
 all of it or nothing under that name. Reading verifies the digests first. Orbax notices a missing or a truncated file,
@@ -21,6 +20,7 @@ Process 0 does the rest, once all have succeeded. When one fails, the save has f
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -28,7 +28,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,12 @@ from trainer.checkpoints.folder import (
     Metadata,
     all_damaged,
     cannot_restore,
-    claim_for_removal,
     digests,
     find_damage,
     list_checkpoints,
     owner,
     read_metadata,
 )
-from trainer.checkpoints.shared_save import SharedSave
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import set_aside, sync, write_atomically
@@ -63,7 +60,7 @@ _SAVED_WITHIN_S = 86_400
 _BETWEEN_REMOVALS_S = 0.1
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Restored:
     """The content of a checkpoint."""
 
@@ -83,16 +80,51 @@ class NotRemovedError(TrainingFailed):
     """A checkpoint is saved, but an older one can't be removed."""
 
 
+class SharedSave:
+    """A save of all processes: each part of it succeeds in all of them, or counts in none. Any thread may call it.
+
+    Args:
+      peers: the processes.
+      number: of the save in this attempt, failed ones counted.
+    """
+
+    def __init__(self, peers: Peers, number: int):
+        self._peers, self.topic = peers, f"save/{number}"
+        self._given_up = f"{self.topic}/given-up"
+
+    def part(self, name: str, act: Callable[[], str | None]) -> list[str]:
+        """Does this process's share of a part, and waits for the others'; returns what `act` has in each process.
+
+        Raises:
+          Exception: what `act` raises here.
+          TrainingFailed: it has failed in another process.
+        """
+        failure: Exception | None = None
+        try:
+            said = {"done": act() or ""}
+        except Exception as error:
+            failure, said = error, {"failed": f"{type(error).__name__}: {error}"}
+            self._peers.post(f"{self._given_up}/{self._peers.index}", name)
+        values = [json.loads(value) for value in self._peers.exchange(f"{self.topic}/{name}", json.dumps(said))]
+        if failure is not None:
+            raise failure
+        for index, value in enumerate(values):
+            if "failed" in value:
+                raise TrainingFailed(f"{self._peers.name(index)}: {value['failed']}")
+        return [value["done"] for value in values]
+
+    def barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Waits, for Orbax, until every process is here; raises OutOfTouchError once one has failed in a part."""
+        self._peers.exchange(f"{self.topic}/{key}", "", patience_s=timeout_ms / 1000, unless=self._given_up)
+
+
 class Checkpoints:
     """The checkpoints of one run, saved in the background.
 
     Args:
       folder: the run's `checkpoints/`. What earlier kills left half-written in it is removed.
-      num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count. An old checkpoint is
-        verified before it is removed, and set aside instead if it is damaged. If it is being read, a later save removes
-        it.
+      num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count.
       spared: which of the steps that it is given have a checkpoint to be kept beside these. Called in another thread.
-      on_note: called with a line about what isn't the run's own, and about what can't be removed.
       peers: the processes that save and restore together; each must make the same calls. None: this one alone.
       saving: made and entered when a save begins, and left when it ends, in another thread.
     """
@@ -101,7 +133,6 @@ class Checkpoints:
         self,
         folder: Path,
         num_kept: int,
-        on_note: Callable[[str], None] = lambda line: None,
         *,
         spared: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
         peers: Peers | None = None,
@@ -115,19 +146,14 @@ class Checkpoints:
         self._saving: threading.Thread | None = None
         self._failure: TrainingFailed | None = None
         self._abandoned: set[Path] = set()
-        known = self._peers.of_first("checkpoints", lambda: json.dumps(self._take_stock(on_note)))
+        known = self._peers.of_first("checkpoints", lambda: json.dumps(self._take_stock()))
         self._steps: list[int] = json.loads(known)
 
-    def _take_stock(self, on_note: Callable[[str], None]) -> Sequence[int]:
+    def _take_stock(self) -> Sequence[int]:
         """Removes what earlier kills left, and returns the steps that have a checkpoint."""
         listing = list_checkpoints(self._folder)
-        if foreign := listing.describe_foreign():
-            on_note(foreign)
         for unfinished in listing.unfinished:
-            try:
-                shutil.rmtree(unfinished)
-            except OSError as error:
-                on_note(f"{unfinished} can't be removed: {error.strerror}; it is left there and takes up space")
+            shutil.rmtree(unfinished, ignore_errors=True)
         return listing.steps
 
     @property
@@ -140,12 +166,12 @@ class Checkpoints:
         """The newest checkpoint that isn't known to be damaged."""
         return self._path(self._steps[-1]) if self._steps else None
 
-    def restore_newest(self, abstract_state: Any) -> Restored | None:
+    def restore_newest(self, abstract_state_at: Callable[[int], Any]) -> Restored | None:
         """Reads the newest checkpoint that is whole, or returns None if there has never been one.
 
         Args:
-          abstract_state: the state's tree of `jax.ShapeDtypeStruct`s with shardings; the mesh may differ from the one
-            saved on.
+          abstract_state_at: the step of a checkpoint → the state's tree of `jax.ShapeDtypeStruct`s with shardings; the
+            mesh may differ from the one saved on.
 
         Raises:
           TrainingFailed: there are checkpoints, but all are damaged, or the newest whole one is of another form.
@@ -157,7 +183,12 @@ class Checkpoints:
             reason = self._find_damage(path)
             if reason is None:
                 metadata = read_metadata(path)
-                state = self._restore(path, abstract_state)
+                try:
+                    state = self._orbax.restore(path / "state", abstract_state_at(step))
+                except Exception as error:
+                    if reason_of(error) is not None:
+                        raise
+                    raise cannot_restore(path, error) from error
                 self._steps = [known for known in self._steps if known <= step]
                 return Restored(path, step, state, metadata.data, metadata.config_history, tuple(damaged))
             damaged.append(Damaged(path, reason))
@@ -190,8 +221,7 @@ class Checkpoints:
             watched.close()
             self._abandon(unfinished)
             raise self._failed_save(step, error) from error
-        arguments = (watched, step, unfinished)
-        self._saving = threading.Thread(target=self._finish_inside, args=arguments, name=f"checkpoint-{step}")
+        self._saving = threading.Thread(target=self._finish, args=(watched, step, unfinished), name=f"save-{step}")
         self._saving.start()
 
     def rehearse(self, devices: Sequence[jax.Device]) -> None:
@@ -246,14 +276,6 @@ class Checkpoints:
             self._orbax.close()
             self._remove_abandoned()
 
-    def _restore(self, path: Path, abstract_state: Any) -> Any:
-        try:
-            return self._orbax.restore(path / "state", abstract_state)
-        except Exception as error:
-            if reason_of(error) is not None:
-                raise
-            raise cannot_restore(path, error) from error
-
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
@@ -263,12 +285,11 @@ class Checkpoints:
         # With its processes named, Orbax meets through the coordination service; otherwise by a collective, which would
         # wait for the steps' collectives, and they for it.
         return ocp.StandardCheckpointer(
-            async_options=ocp.options.AsyncOptions(timeout_secs=_SAVED_WITHIN_S, barrier_sync_fn=self._barrier),
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=_SAVED_WITHIN_S, barrier_sync_fn=lambda **barrier: self._share.barrier(**barrier)
+            ),
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=set(range(self._peers.count))),
         )
-
-    def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        self._share.barrier(key, timeout_ms / 1000)
 
     def _find_damage(self, path: Path) -> str | None:
         """The damage of a checkpoint. Each process looks at a share of the files, and all return the same."""
@@ -282,38 +303,30 @@ class Checkpoints:
         before, self._num_saves = self._share, self._num_saves + 1
         self._share = SharedSave(self._peers, self._num_saves)
         self._share.part("begun", lambda: self._begin(unfinished, metadata) if self._peers.is_first else None)
-        before.forget()
+        self._peers.forget(before.topic)  # every process is past it
         self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state, save_args=_chunks(state)))
 
     def _begin(self, unfinished: Path, metadata: Metadata) -> None:
-        if os.path.lexists(unfinished):
-            set_aside(unfinished, "foreign")
+        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
+        write_atomically(unfinished / "run.json", json.dumps(dataclasses.asdict(metadata)) + "\n")
 
-    def _finish_inside(self, watched: contextlib.ExitStack, step: int, unfinished: Path) -> None:
+    def _finish(self, watched: contextlib.ExitStack, step: int, unfinished: Path) -> None:
+        """The save's second half, in a thread of its own. `wait` raises its failure, in the thread that can tell it."""
         with watched:
-            self._finish(step, unfinished)
-
-    def _finish(self, step: int, unfinished: Path) -> None:
-        try:
-            self._complete(unfinished, self._path(step))
-            self._steps.append(step)
-        except Exception as error:  # wait() raises it, in the thread that can tell the user
-            self._failure = self._failed_save(step, error)
-            self._failure.__cause__ = error
-            self._abandon(unfinished)
-            return
-        if not self._peers.is_first:
-            self._steps = self._steps[-self._num_kept :]
-            return
-        try:
-            self._remove_oldest()
-        except OSError as error:
-            self._failure = NotRemovedError(
-                f"checkpoint {self._path(step)} is saved, but an older one can't be removed: {error}"
-            )
-            self._failure.__cause__ = error
+            try:
+                self._complete(unfinished, self._path(step))
+                self._steps.append(step)
+                self._remove_oldest()
+            except Exception as error:
+                if self.newest_step == step:
+                    self._failure = NotRemovedError(
+                        f"checkpoint {self._path(step)} is saved, but an older one can't be removed: {error}"
+                    )
+                else:
+                    self._failure = self._failed_save(step, error)
+                    self._abandon(unfinished)
+                self._failure.__cause__ = error
 
     def _complete(self, unfinished: Path, path: Path) -> None:
         """Waits until all is on the disk, and gives it its name."""
@@ -337,7 +350,7 @@ class Checkpoints:
         for written in (unfinished, *unfinished.rglob("*")):
             sync(written)
         if os.path.lexists(path):
-            set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
+            set_aside(path)
         unfinished.replace(path)
         sync(self._folder)
 
@@ -370,25 +383,18 @@ class Checkpoints:
         )
 
     def _remove_oldest(self) -> None:
+        if not self._peers.is_first:
+            self._steps = self._steps[-self._num_kept :]
+            return
         spared = self._spared(self._steps)
-        for step in self._steps[: -self._num_kept]:
-            if step not in spared and self._remove(self._path(step)):
-                self._steps.remove(step)
-
-    def _remove(self, oldest: Path) -> bool:
-        """Removes a checkpoint; returns False if it is being read, so that a later save has to remove it."""
-        if oldest.is_symlink() or not oldest.is_dir():
-            return True  # somebody has moved it, and a link's target isn't the run's to remove
-        with claim_for_removal(oldest) as is_free:
-            if is_free and find_damage(oldest) is not None:
-                set_aside(oldest, "damaged")
-            elif is_free:
+        for step in [step for step in self._steps[: -self._num_kept] if step not in spared]:
+            oldest = self._path(step)
+            if oldest.is_dir() and not oldest.is_symlink():  # a link's target isn't the run's to remove
                 # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
                 removed = oldest.with_name(f"{oldest.name}.tmp")
-                if os.path.lexists(removed):
-                    set_aside(removed, "foreign")
+                shutil.rmtree(removed, ignore_errors=True)
                 shutil.rmtree(oldest.replace(removed))
-            return is_free
+            self._steps.remove(step)
 
 
 def _abstract(state: Any) -> Any:

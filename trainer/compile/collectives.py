@@ -68,36 +68,15 @@ def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[Collectiv
             if chain is not None:
                 chains.add(chain)
             total = totals.get(operation, CollectiveTotal(operation, 0, 0, 0, True))
+            count, is_exact = runs[name]
             totals[operation] = CollectiveTotal(
                 operation,
                 total.num_instructions + 1,
-                total.count + runs[name].count,
-                total.bytes + runs[name].count * _payload(computation, instruction),
-                total.is_exact and runs[name].is_exact,
+                total.count + count,
+                total.bytes + count * _payload(computation, instruction),
+                total.is_exact and is_exact,
             )
     return tuple(totals[operation] for operation in OPERATIONS if operation in totals)
-
-
-def received_share(operation: str, num_ranks: int) -> float:
-    """The share of a collective's bytes that a device receives, among this many ranks.
-
-    A gathered array holds the device's own part, which doesn't travel, and so does one that is scattered. An all-reduce
-    is a reduce-scatter and an all-gather.
-    """
-    from_others = (num_ranks - 1) / num_ranks
-    return {"all-reduce": 2 * from_others, "collective-permute": 1.0}.get(operation, from_others)
-
-
-def received_bytes(computation: Computation, num_ranks: int) -> float:
-    """The bytes that a device receives in one run of a computation by itself, in collectives among this many ranks.
-
-    Kernels aren't counted: their rows hold the device's own part, too, and documents decide what else is read.
-    """
-    return sum(
-        received_share(operation, num_ranks) * _payload(computation, instruction)
-        for operation, instruction in _collectives(computation)
-        if operation not in _KERNELS
-    )
 
 
 def _collectives(computation: Computation) -> Iterator[tuple[str, Instruction]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from trainer.compile.stages import MemoryReport
 from trainer.compile.topology import DeviceMemory, documented_memory
 from trainer.step.functions import StepFunctions
 from trainer.step.sharding import bytes_per_device
@@ -50,15 +49,6 @@ class Fit:
         return None if self.available is None else self.available.size - self.needed
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """libtpu's refusal to compile a program that would not fit in the device's memory."""
-
-    needed: int
-    """Bytes."""
-    available: int
-
-
 # libtpu's refusals (openxla.org/xla/errors/error_1000, and as met with libtpu 0.0.42 and 0.0.48). Sizes are powers of
 # 1024. All sizes of a message but the last are needed together: TensorCore and SparseCore share the memory.
 _SIZE = r"([\d.]+)([KMGTP]?)i?B?"
@@ -73,11 +63,12 @@ _REFUSALS = tuple(
 )
 
 
-def parse_refusal(message: str) -> Refusal | None:
-    """Reads a compiler's error, or returns None if it is about something else.
+def parse_refusal(message: str) -> Fit | None:
+    """The verdict in a compiler's error; None: it is about something else.
 
-    >>> parse_refusal("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 49.5G of 32.00G hbm.")
-    Refusal(needed=53150220288, available=34359738368)
+    >>> fit = parse_refusal("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 49.5G of 32.00G hbm.")
+    >>> fit.needed, fit.available
+    (53150220288, DeviceMemory(size=34359738368, source="libtpu's limit"))
     """
     for pattern in _REFUSALS:
         found = pattern.search(message)
@@ -87,7 +78,7 @@ def parse_refusal(message: str) -> Refusal | None:
                 round(float(number) * 1024 ** " KMGTP".index(unit or " "))
                 for number, unit in zip(groups[::2], groups[1::2], strict=True)
             )
-            return Refusal(sum(needed), available)
+            return Fit(sum(needed), DeviceMemory(available, "libtpu's limit"), is_refused=True)
     return None
 
 
@@ -121,14 +112,3 @@ def state_memory(functions: StepFunctions) -> StateMemory:
         batch=bytes_per_device(functions.abstract_batch),
         optimizer_state_on_host=bytes_per_device(state.opt_state, on_host=True),
     )
-
-
-def judge(memory: MemoryReport, available: DeviceMemory | None) -> Fit:
-    """The verdict on a compiled program."""
-    return Fit(memory.peak, available)
-
-
-def judge_refusal(refusal: Refusal, available: DeviceMemory | None) -> Fit:
-    """The verdict on a program that libtpu refused; libtpu's own limit counts."""
-    source = available.source if available else "libtpu's limit"
-    return Fit(refusal.needed, DeviceMemory(refusal.available, source), is_refused=True)

@@ -16,10 +16,11 @@ the field is given up. Then the others are tried from the least up, to the first
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,47 +33,19 @@ _SMALLEST_CHUNK = 128
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """One field of the config set to another value, which makes the step smaller."""
-
-    field: str
-    value: Any
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """As the command line takes it."""
-        return (f"--{self.field.replace('_', '-')}", str(self.value))
-
-    def __str__(self) -> str:
-        return " ".join(self.arguments)
-
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """The changed config.
-
-        Raises:
-          ValueError: it is none that can be run.
-        """
-        section, _, name = self.field.rpartition(".")
-        value = dataclasses.replace(getattr(config, section), **{name: self.value}) if section else self.value
-        changed = dataclasses.replace(config, **{section or name: value})
-        changed.check_model()  # which a config with init_from leaves to whoever puts its model in
-        return changed
-
-
-@dataclass(frozen=True)
 class Changes:
-    """Several fields of the config set to other values."""
+    """Fields of the config set to other values."""
 
-    remedies: tuple[Remedy, ...] = ()
+    values: tuple[tuple[str, Any], ...] = ()
 
-    def also(self, remedy: Remedy) -> Changes:
+    def also(self, field: str, value: Any) -> Changes:
         """These and another one, in the place of one of the same field."""
-        return Changes((*(each for each in self.remedies if each.field != remedy.field), remedy))
+        return Changes((*(each for each in self.values if each[0] != field), (field, value)))
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """As the command line takes them."""
-        return tuple(argument for remedy in self.remedies for argument in remedy.arguments)
+        return tuple(text for field, value in self.values for text in (f"--{field.replace('_', '-')}", str(value)))
 
     def __str__(self) -> str:
         return " ".join(self.arguments)
@@ -83,16 +56,19 @@ class Changes:
         Raises:
           ValueError: it is none that can be run.
         """
-        for remedy in self.remedies:
-            config = remedy.apply(config)
+        for field, value in self.values:
+            section, _, name = field.rpartition(".")
+            value = dataclasses.replace(getattr(config, section), **{name: value}) if section else value
+            config = dataclasses.replace(config, **{section or name: value})
+            config.check_model()  # which a config with init_from leaves to whoever puts its model in
         return config
 
 
 @dataclass(frozen=True)
 class Try:
-    """A change, and what compiling with it gave."""
+    """Changes, and what compiling with them gave."""
 
-    change: Remedy | Changes
+    changes: Changes
     profile: StepProfile | None
     problem: str | None = None
     """Why there is no profile."""
@@ -101,115 +77,113 @@ class Try:
     def fits(self) -> bool:
         return self.profile is not None and self.profile.fit is not None and self.profile.fit.fits is True
 
-    @property
-    def needed(self) -> float:
-        """Bytes on each device."""
-        return math.inf if self.profile is None or self.profile.fit is None else self.profile.fit.needed
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The changes that a search has tried."""
-
-    tries: tuple[Try, ...]
-    """In the order of trying."""
-    is_complete: bool
-    """False: the time ran out before every remedy that might fit, or be smaller, was tried."""
-
-    @property
-    def found(self) -> Try | None:
-        """The smallest remedy that fits. It is the last that does: after one that fits only smaller ones are tried."""
-        return next((attempt for attempt in reversed(self.tries) if attempt.fits), None)
-
-    @property
-    def closest(self) -> Try | None:
-        """The remedy that needs the least memory, for when nothing fits."""
-        compiled = [attempt for attempt in self.tries if attempt.profile is not None]
-        return min(compiled, key=lambda attempt: attempt.needed, default=None)
-
 
 class OutOfTime(Exception):
     """Ends a search whose time is up."""
 
 
-def search_remedy(
-    config: TrainConfig,
-    num_devices: int,
-    compile_with: Callable[[Remedy], StepProfile],
-    *,
-    seconds: float,
-    can_offload: bool = True,
-    on_try: Callable[[Try], None],
-) -> SearchResult:
-    """Looks for the smallest remedy.
+class Search:
+    """Compiles a config with changes, each once, until the time is up.
 
     Args:
-      config: the experiment whose step doesn't fit.
+      config: the experiment.
+      compile_with: compiles the config with changes.
       num_devices: devices that there are.
-      compile_with: compiles the config with a remedy.
-      seconds: no compilation begins after these.
       can_offload: whether the host has memory that isn't the devices' own.
+      seconds: no compilation begins after these.
       on_try: called with each try.
     """
-    deadline = time.monotonic() + seconds
-    tries: list[Try] = []
 
-    def attempt(change: Remedy) -> Try:
-        if time.monotonic() >= deadline:
-            raise OutOfTime
-        try:
-            tried = Try(change, compile_with(change))
-        except (UserMistake, TrainingFailed) as error:
-            tried = Try(change, None, str(error))
-        tries.append(tried)
-        on_try(tried)
-        return tried
+    def __init__(
+        self,
+        config: TrainConfig,
+        compile_with: Callable[[Changes], StepProfile],
+        *,
+        num_devices: int,
+        can_offload: bool = True,
+        seconds: float,
+        on_try: Callable[[Try], None],
+    ):
+        self.config, self._compile_with, self._on_try = config, compile_with, on_try
+        self._num_devices, self._can_offload = num_devices, can_offload
+        self._deadline = time.monotonic() + seconds
+        self.tries: dict[Changes, Try] = {}
+        """In the order of trying."""
+        self.is_complete = True
+        """False: the time ran out before all was tried that might fit, or be a smaller change."""
 
+    @property
+    def closest(self) -> Try | None:
+        """The try that needs the least memory; None: nothing could be compiled."""
+        needed = [
+            (tried.profile.fit.needed, tried) for tried in self.tries.values() if tried.profile and tried.profile.fit
+        ]
+        return min(needed, key=lambda each: each[0], default=(0, None))[1]
+
+    def attempt(self, changes: Changes) -> Try:
+        """Compiles with changes.
+
+        Raises:
+          OutOfTime: the time is up.
+        """
+        if changes not in self.tries:
+            if time.monotonic() >= self._deadline:
+                self.is_complete = False
+                raise OutOfTime
+            try:
+                tried = Try(changes, self._compile_with(changes))
+            except (UserMistake, TrainingFailed) as error:
+                tried = Try(changes, None, str(error))
+            self.tries[changes] = tried
+            self._on_try(tried)
+        return self.tries[changes]
+
+    def least_harmful(self, base: Changes) -> Try | None:
+        """The base with the smallest change of one more field with which the step fits; None: no such change does.
+
+        Raises:
+          OutOfTime: the time ran out before one was found.
+        """
+        remedies = single_remedies(base.apply(self.config), self._num_devices, can_offload=self._can_offload)
+        for field, values in remedies.items():
+            least, *others = (base.also(field, value) for value in values)
+            if (tried := self.attempt(least)).fits:
+                return tried
+            if not others or not (found := self.attempt(others[-1])).fits:
+                continue
+            # Not by bisection: libtpu refuses within seconds what doesn't fit, but takes far longer to compile what
+            # does.
+            with contextlib.suppress(OutOfTime):
+                return next((tried for each in others if (tried := self.attempt(each)).fits), found)
+            return found
+        return None
+
+
+def search_remedy(search: Search) -> Try | None:
+    """The smallest change of one field that makes the step fit; None: none was found."""
     try:
-        for changes in single_remedies(config, num_devices, can_offload=can_offload):
-            if _narrow_down(changes, attempt):
-                break
+        return search.least_harmful(Changes())
     except OutOfTime:
-        return SearchResult(tuple(tries), is_complete=False)
-    return SearchResult(tuple(tries), is_complete=True)
+        return None
 
 
-def _narrow_down(changes: Sequence[Remedy], attempt: Callable[[Remedy], Try]) -> bool:
-    """Tries the values of one field until the least that fits has been tried. Returns whether any fits."""
-    if attempt(changes[0]).fits:
-        return True
-    if len(changes) == 1 or not attempt(changes[-1]).fits:
-        return False
-    # Not by bisection: libtpu refuses within seconds what doesn't fit, but takes far longer to compile what does.
-    for change in changes[1:-1]:
-        if attempt(change).fits:
-            break
-    return True
-
-
-def single_remedies(config: TrainConfig, num_devices: int, *, can_offload: bool = True) -> list[list[Remedy]]:
-    """Every remedy worth trying: the fields in the order of harm, each from its least value to its greatest.
+def single_remedies(config: TrainConfig, num_devices: int, *, can_offload: bool = True) -> dict[str, list[Any]]:
+    """Every remedy worth trying: the fields in the order of harm, each with its values from the least to the greatest.
 
     Args:
       config: the experiment whose step doesn't fit.
       num_devices: devices that there are.
       can_offload: whether the host has memory that isn't the devices' own.
     """
-    fields = [
-        [Remedy("model.remat", policy) for policy in _stricter(config.model.remat, can_offload)],
-        [Remedy("loss.chunk_size", size) for size in _halvings(_tokens_at_once(config))],
-        [Remedy("optimizer.offload_moments", True)] if can_offload and not config.optimizer.offload_moments else [],
-        [
-            Remedy("gradient_accumulation", count)
-            for count in range(config.gradient_accumulation + 1, config.batch_size + 1)
-        ],
-        *(
-            [Remedy(f"mesh.{axis}", size) for size in _larger(config, axis, num_devices)]
-            for axis in ("fsdp", "context", "tensor")
-        ),
-    ]
-    valid = [[change for change in changes if _is_valid(change, config)] for changes in fields]
-    return [changes for changes in valid if changes]
+    fields: dict[str, Iterable[Any]] = {
+        "model.remat": _stricter(config.model.remat, can_offload),
+        "loss.chunk_size": _halvings(_tokens_at_once(config)),
+        "optimizer.offload_moments": [True] if can_offload and not config.optimizer.offload_moments else [],
+        "gradient_accumulation": range(config.gradient_accumulation + 1, config.batch_size + 1),
+        **{f"mesh.{axis}": _larger(config, axis, num_devices) for axis in ("fsdp", "context", "tensor")},
+    }
+    valid = {field: [value for value in values if _is_valid(field, value, config)] for field, values in fields.items()}
+    return {field: values for field, values in valid.items() if values}
 
 
 def _stricter(policy: str, can_offload: bool) -> list[str]:
@@ -240,9 +214,9 @@ def _larger(config: TrainConfig, axis: str, num_devices: int) -> list[int]:
     return [size * times for times in range(2, num_devices // used + 1) if num_devices % (used * times) == 0]
 
 
-def _is_valid(change: Remedy, config: TrainConfig) -> bool:
+def _is_valid(field: str, value: Any, config: TrainConfig) -> bool:
     try:
-        change.apply(config)
+        Changes(((field, value),)).apply(config)
     except ValueError:
         return False
     return True

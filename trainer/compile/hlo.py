@@ -70,16 +70,6 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class RunCount:
-    """How often a computation runs in one run of the module."""
-
-    count: int
-    """0: never reached, or in a loop of no trips."""
-    is_exact: bool
-    """False inside a loop whose number of trips is known only at run time."""
-
-
-@dataclass(frozen=True)
 class Module:
     """A compiled program's HLO."""
 
@@ -90,13 +80,16 @@ class Module:
     def num_instructions(self) -> int:
         return sum(len(computation.instructions) for computation in self.computations.values())
 
-    def runs(self, weigh: Callable[[Computation], int], unknown_trips: int = 1) -> dict[str, RunCount]:
+    def runs(self, weigh: Callable[[Computation], int], unknown_trips: int = 1) -> dict[str, tuple[int, bool]]:
         """How often each computation runs, by name.
 
         Args:
           weigh: says of a computation by itself how much is in it that matters. Of a conditional's branches the one
             with most of that counts as taken.
           unknown_trips: what a loop whose number of trips is known only at run time counts as.
+
+        Returns:
+          The number of runs (of what is reached), and whether it is exact: no loop around has unknown trips.
         """
 
         def called(name: str) -> Iterator[tuple[int | None, str]]:
@@ -117,11 +110,11 @@ class Module:
             of_called = sum(known(trips) * weight(each) for trips, each in called(name))
             return weigh(self.computations[name]) + of_called
 
-        counts: dict[str, RunCount] = {}
+        counts: dict[str, tuple[int, bool]] = {}
 
         def visit(name: str, times: int, is_exact: bool) -> None:
-            before = counts.get(name, RunCount(0, True))
-            counts[name] = RunCount(before.count + times, before.is_exact and is_exact)
+            count, was_exact = counts.get(name, (0, True))
+            counts[name] = count + times, was_exact and is_exact
             for trips, each in called(name):
                 visit(each, times * known(trips), is_exact and trips is not None)
 
@@ -181,10 +174,12 @@ def shape_bytes(shape: str) -> int:
     >>> shape_bytes("bf16[2,512]{1,0:T(8,128)(2,1)}"), shape_bytes("(f32[4], pred[3])"), shape_bytes("s32[]")
     (2048, 19, 4)
     """
-    return sum(
-        math.ceil(_element_bits(dtype) * math.prod(int(size.lstrip("<=")) for size in sizes.split(",") if size) / 8)
-        for dtype, sizes in _ARRAY.findall(_without_layouts(shape))
-    )
+    num_bytes = 0
+    for dtype, sizes in _ARRAY.findall(re.sub(r"\{[^{}]*\}", "", shape)):  # without layouts
+        bits = re.match(r"[a-z]+(\d+)", "pred8" if dtype == "pred" else dtype)
+        count = math.prod(int(size.lstrip("<=")) for size in sizes.split(",") if size)
+        num_bytes += math.ceil(int(bits[1]) * count / 8) if bits else 0  # a token or an opaque value takes none
+    return num_bytes
 
 
 def tuple_elements(shape: str) -> list[str]:
@@ -245,17 +240,6 @@ def _split(text: str) -> list[str]:
             parts.append(text[start:place].strip())
             start = place + 1
     return [*parts, text[start:].strip()]
-
-
-def _without_layouts(shape: str) -> str:
-    return re.sub(r"\{[^{}]*\}", "", shape)
-
-
-def _element_bits(dtype: str) -> int:
-    if dtype == "pred":
-        return 8
-    bits = re.match(r"[a-z]+(\d+)", dtype)
-    return int(bits[1]) if bits else 0  # a token or an opaque value takes none
 
 
 def _follow_copies(computation: Computation, name: str) -> Instruction | None:

@@ -8,14 +8,12 @@ above.
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.compile.fit_search import Changes, OutOfTime, Remedy, Try, search_remedy
+from trainer.compile.fit_search import Changes, OutOfTime, Search, Try
 from trainer.compile.step_profile import StepProfile
-from trainer.config import TrainConfig
-from trainer.errors import TrainingFailed, UserMistake
 
 # Of the lengths that are tried. Positions are int32.
 _SHORTEST, _LONGEST = 128, 2**30
@@ -67,99 +65,40 @@ class LongestContext:
     """With nothing but the length changed."""
     changed: Bounds
     """With other changes, too, where a longer one then fits; otherwise the same."""
-    tries: tuple[Try, ...]
-    """In the order of trying."""
-    is_complete: bool
-    """False: the time ran out."""
 
 
-def search_longest_context(
-    config: TrainConfig,
-    profile: StepProfile,
-    compile_with: Callable[[Changes], StepProfile],
-    *,
-    seconds: float,
-    on_try: Callable[[Try], None],
-) -> LongestContext:
+def search_longest_context(search: Search, profile: StepProfile) -> LongestContext:
     """Looks for the longest context.
 
     Args:
-      config: the experiment.
+      search: compiles the config with changes, `sequence_length` among them.
       profile: of its step as it is.
-      compile_with: compiles the config with changes, `sequence_length` among them.
-      seconds: no compilation begins after these.
-      on_try: called with each try.
     """
-    search = _Search(config, profile, compile_with, time.monotonic() + seconds, on_try)
-    as_is, changed, is_complete = Bounds(), Bounds(), True
-    try:
-        as_is.narrow(search.as_is, config.sequence_length)
-        changed = Bounds(as_is.tokens, as_is.attempt)
-        if as_is.too_long is not None:
-            changed.narrow(search.changed, config.sequence_length if as_is.tokens is None else as_is.too_long)
-    except OutOfTime:
-        is_complete = False
-    if changed.tokens is None:
-        changed = as_is
-    return LongestContext(as_is, changed, tuple(search.tries.values()), is_complete)
+    own, kept = search.config.sequence_length, Changes()
+    search.tries[of_length(own)] = Try(of_length(own), profile)
 
-
-class _Search:
-    """Compiles each length once with the same changes, and keeps changes that made one fit."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        profile: StepProfile,
-        compile_with: Callable[[Changes], StepProfile],
-        deadline: float,
-        on_try: Callable[[Try], None],
-    ):
-        self._config, self._profile, self._compile_with = config, profile, compile_with
-        self._deadline, self._on_try = deadline, on_try
-        self._kept = Changes()
-        own = Changes((Remedy("sequence_length", config.sequence_length),))
-        self.tries = {own: Try(own, profile)}
-
-    def as_is(self, length: int) -> Try:
-        """With nothing but the length changed."""
-        return self._attempt(Changes((Remedy("sequence_length", length),)))
-
-    def changed(self, length: int) -> Try:
+    def with_changes(length: int) -> Try:
         """With what was kept and, if that doesn't do, one field more."""
-        changes = Changes((Remedy("sequence_length", length), *self._kept.remedies))
-        tried = self._attempt(changes)
+        nonlocal kept
+        tried = search.attempt(Changes((*of_length(length).values, *kept.values)))
         if tried.fits or tried.profile is None:
             return tried
+        found = search.least_harmful(tried.changes)
+        if found is None:
+            return tried
+        _, *others = found.changes.values
+        kept = Changes(tuple(others))
+        return found
 
-        def compile_also(remedy: Remedy) -> StepProfile:
-            also = self._attempt(changes.also(remedy))
-            if also.profile is None:
-                raise TrainingFailed(also.problem or "")
-            return also.profile
+    as_is, changed = Bounds(), Bounds()
+    with contextlib.suppress(OutOfTime):
+        as_is.narrow(lambda length: search.attempt(of_length(length)), own)
+        changed = Bounds(as_is.tokens, as_is.attempt)
+        if as_is.too_long is not None:
+            changed.narrow(with_changes, own if as_is.tokens is None else as_is.too_long)
+    return LongestContext(as_is, as_is if changed.tokens is None else changed)
 
-        search = search_remedy(
-            changes.apply(self._config),
-            self._profile.num_devices,
-            compile_also,
-            seconds=self._deadline - time.monotonic(),
-            can_offload=self._profile.platform != "cpu",
-            on_try=lambda _: None,
-        )
-        if search.found is not None and isinstance(remedy := search.found.change, Remedy):
-            self._kept = self._kept.also(remedy)
-            return self._attempt(changes.also(remedy))
-        if not search.is_complete:
-            raise OutOfTime
-        return tried
 
-    def _attempt(self, changes: Changes) -> Try:
-        if changes not in self.tries:
-            if time.monotonic() >= self._deadline:
-                raise OutOfTime
-            try:
-                self.tries[changes] = Try(changes, self._compile_with(changes))
-            except (UserMistake, TrainingFailed) as error:
-                self.tries[changes] = Try(changes, None, str(error))
-            self._on_try(self.tries[changes])
-        return self.tries[changes]
+def of_length(length: int) -> Changes:
+    """Nothing but the length changed."""
+    return Changes((("sequence_length", length),))

@@ -11,15 +11,14 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from trainer.compile.fit import device_memory, parse_refusal
-from trainer.compile.fit_search import single_remedies
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.hardware import peak_resident_bytes
@@ -32,20 +31,11 @@ _OUT_OF_MEMORY = re.compile(
 )
 # These mean that a kernel's tiles are too large for on-chip memory, not that the run is too large.
 _BESIDE_A_CORE = re.compile(r"memory space (?:vmem|smem|sflag)|shared memory", re.IGNORECASE)
-_MESH = ("mesh.fsdp", "mesh.context", "mesh.tensor")
-# The fields that reduce the memory of each program. Other programs have none.
-_FIELDS = {
-    "train_step": ("model.remat", "loss.chunk_size", "optimizer.offload_moments", "gradient_accumulation", *_MESH),
-    "eval_step": ("loss.chunk_size", "gradient_accumulation", *_MESH),
-    "init_state": _MESH,
-    "restoring": ("optimizer.offload_moments", *_MESH),
+# For others `trainer.compile` finds a change.
+_REMEDIES = {
+    "eval_step": "a smaller --loss.chunk-size, a larger --gradient-accumulation, or more devices (--mesh.fsdp)",
+    "sampling": "fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training",
 }
-
-
-class Record(Protocol):
-    """The part of a run's record that is read here: `compile` tells what the programs need."""
-
-    def __getitem__(self, name: str) -> Any: ...
 
 
 class OutOfMemory(RuntimeError):
@@ -101,13 +91,13 @@ def running(program: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[None]:
+def explained(config: TrainConfig, command: Sequence[str], record: Any) -> Iterator[None]:
     """Makes the message that ends a run whose memory ran out, in a program or between them.
 
     Args:
       config: the experiment.
       command: the command line of `python -m trainer`.
-      record: of the run, whose `compile` tells what the programs need.
+      record: of the run, by its names; `compile` tells what the programs need.
 
     Raises:
       TrainingFailed: memory ran out inside.
@@ -119,7 +109,7 @@ def explained(config: TrainConfig, command: Sequence[str], record: Record) -> It
         raise TrainingFailed("\n  ".join(_describe(error, config, command, record))) from error
 
 
-def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[str]:
+def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: Any) -> Iterator[str]:
     if error.on_host:
         yield f"{error.program}: this machine is out of memory: {error.reason}"
         yield describe_host()
@@ -130,30 +120,31 @@ def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], r
         return
     device = jax.local_devices()[0]
     yield f"{error.program}: out of memory on {device.device_kind}: {error.reason}"
-    num_used = math.prod(asdict(config.mesh).values())
-    needed = _memory_of(error.program, record)
-    refusal = parse_refusal(error.reason)
+    refusal, memory = parse_refusal(error.reason), _memory_of(error.program, record)
     if refusal is not None:
         yield f"it needs about {format_bytes(refusal.needed)} on each device, by the compiler's estimate"
-    elif needed is not None:
-        yield f"it needs {_describe_program(needed)}"
+    elif memory is not None:
+        size = {name: format_bytes(count) for name, count in memory.items()}
+        yield (
+            f"it needs {size['peak']} on each device: arguments {size['arguments']}, outputs {size['outputs']} "
+            f"({size['aliased']} written over arguments), temporaries {size['temporaries']}, code {size['code']}"
+        )
     elif error.program == "sampling":
-        size = config.model.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
-        yield f"it needs, beside the training state, {format_bytes(size)} of parameters on each device, and a cache"
-    yield describe_device(device, num_used)
-    available = device_memory(device, num_used)
-    if refusal is None and needed is not None and available is not None and needed["peak"] <= available.size:
-        yield "so the program alone would fit: other arrays, another process or fragmentation take the rest"
-    yield from _describe_remedies(error.program, config, command, device)
+        num_bytes = format_bytes(config.model.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize)
+        yield f"it needs, beside the training state, {num_bytes} of parameters on each device, and a cache"
+    yield describe_device(device, math.prod(asdict(config.mesh).values()))
+    if error.program in _REMEDIES:
+        yield f"what helps: {_REMEDIES[error.program]}"
+    else:
+        yield f"the smallest change with which the step fits is found by: {_compile_command(command)}"
+        yield "the longest context that fits, by the same with --longest-context"
+    if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        yield "or set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes three quarters by default"
+    yield "then run the same command with it: it goes on from the newest checkpoint, if there is one"
 
 
 def describe_device(device: jax.Device, num_devices: int) -> str:
-    """The memory of a device, as far as it tells.
-
-    Args:
-      device: the device.
-      num_devices: devices that take part.
-    """
+    """The memory of a device, as far as it tells, where so many devices take part."""
     available = device_memory(device, num_devices)
     if available is None:
         return f"{device.device_kind} doesn't tell what it has"
@@ -168,7 +159,7 @@ def describe_host() -> str:
     return f"there is {format_bytes(total)}; this process held {format_bytes(peak_resident_bytes())} at its peak"
 
 
-def _memory_of(program: str, record: Record) -> dict[str, int] | None:
+def _memory_of(program: str, record: Any) -> dict[str, int] | None:
     """The bytes of a program's newest compilation, by category."""
     try:
         compilations = record["compile"]
@@ -177,31 +168,6 @@ def _memory_of(program: str, record: Record) -> dict[str, int] | None:
     reports = (compilations.get(program), *compilations["recompiles"])
     memories = [report["memory"] for report in reports if report is not None and report["name"] == program]
     return memories[-1] if memories else None
-
-
-def _describe_program(memory: Mapping[str, int]) -> str:
-    size = {name: format_bytes(count) for name, count in memory.items()}
-    return (
-        f"{size['peak']} on each device: arguments {size['arguments']}, outputs {size['outputs']} "
-        f"({size['aliased']} written over arguments), temporaries {size['temporaries']}, code {size['code']}"
-    )
-
-
-def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
-    fields = _FIELDS.get(program, ())
-    possible = single_remedies(config, jax.device_count(), can_offload=device.platform != "cpu")
-    helpful = [values for values in possible if values[0].field in fields]
-    remedies = [f"{values[0]}{f' … {values[-1].value}' if len(values) > 1 else ''}" for values in helpful]
-    if program == "sampling":
-        remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]
-    if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        remedies.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes three quarters by default")
-    yield "what helps, the least harmful first:"
-    yield from (f"  {remedy}" for remedy in remedies or ["a smaller model, or more devices (mesh.fsdp)"])
-    if program in ("train_step", "init_state", "restoring"):
-        yield f"the smallest change with which the step fits is found by: {_compile_command(command)}"
-        yield "the longest context that fits, by the same with --longest-context"
-    yield "then run the same command with it: it goes on from the newest checkpoint, if there is one"
 
 
 def _compile_command(command: Sequence[str]) -> str:

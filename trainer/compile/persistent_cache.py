@@ -45,12 +45,9 @@ def use_compilation_cache(named: str | None) -> None:
     except ValueError as refused:
         raise UserMistake(f"{_JAX_VARIABLE if is_of_jax else 'compilation.cache_dir'}={refused}") from None
     if folder and not is_of_jax:
-        try:
+        with contextlib.suppress(OSError):
             path.mkdir(parents=True, exist_ok=True)
-            writable = os.access(path, os.W_OK | os.X_OK)
-        except OSError:
-            writable = False
-        if not writable:
+        if not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
             raise UserMistake(
                 f"compilation.cache_dir={folder!r} is not a folder that can be written to; "
                 "name another one, or '' to compile afresh each time"

@@ -7,14 +7,13 @@ a call that doesn't fit before anything is donated. Only then are the arguments 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 
-from trainer.compile.stages import CompileReport, compile_in_stages
+from trainer.compile.stages import CompileReport, Lowering, compile_lowering, lower_in_stages
 
 _ABSENT = "absent"
 
@@ -25,22 +24,16 @@ class ArgumentChange:
 
     >>> print(ArgumentChange("batch['tokens']", "shape", "(1, 32768)", "(2, 32768)"))
     batch['tokens']: shape (1, 32768) → (2, 32768)
-    >>> print(ArgumentChange("chunk_size", "static value", "2048", "1024"))
-    chunk_size: static value 2048 → 1024
     """
 
     argument: str
     """The parameter and the place in its tree, as a Python expression."""
-    what: Literal["shape", "dtype", "sharding", "static value", "structure"]
+    what: Literal["shape", "dtype", "sharding", "structure"]
     before: str
     after: str
 
     def __str__(self) -> str:
         return f"{self.argument}: {self.what} {self.before} → {self.after}"
-
-    def to_json(self) -> dict[str, str]:
-        """As a dict of JSON's types."""
-        return asdict(self)
 
 
 OnRecompile = Callable[[CompileReport, Sequence[ArgumentChange]], None]
@@ -64,7 +57,6 @@ class _Signature:
     leaves: Mapping[str, _Leaf]
     """By name."""
     tree: jax.tree_util.PyTreeDef
-    static: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,13 +71,13 @@ class RecompilingFunction:
     Every program is kept, so that going back to earlier arguments compiles nothing.
 
     Args:
-      jitted: what `jax.jit` returned.
-      *args, **kwargs: arguments like those of the first calls, arrays or `jax.ShapeDtypeStruct`s. They are compiled for
-        right away.
+      jitted: what `jax.jit` returned, without static arguments.
+      *args: arguments like those of the first calls, arrays or `jax.ShapeDtypeStruct`s. They are compiled for right
+        away.
       name: the function's name in reports.
       on_recompile: called after each further compilation, before its program first runs, with the report and what
         changed since the previous call.
-      static_argnames: the static arguments of `jax.jit`. They have to be passed by keyword.
+      lowering: of the function with these arguments, if there is one already.
 
     Raises:
       ValueError: in a call, that an array is bound to another sharding than the one that the jitted function declares
@@ -99,76 +91,44 @@ class RecompilingFunction:
     6
     """
 
-    def __init__(
-        self,
-        jitted: Any,
-        *args: Any,
-        name: str,
-        on_recompile: OnRecompile,
-        static_argnames: Sequence[str] = (),
-        **kwargs: Any,
-    ):
+    def __init__(self, jitted: Any, *args: Any, name: str, on_recompile: OnRecompile, lowering: Lowering | None = None):
         self._jitted, self._name, self._on_recompile = jitted, name, on_recompile
-        self._static_argnames = tuple(static_argnames)
-        self._parameters = [
-            parameter.name
-            for parameter in inspect.signature(jitted).parameters.values()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        self._compiling_thread: int | None = None
+        self._parameters = list(inspect.signature(jitted).parameters)
+        self.is_compiling = False
+        """True while some thread is inside a compilation of this function. Any thread may ask."""
         self._programs: list[_Program] = []
-        self._latest, self.report = self._compile(args, *self._split(kwargs))
+        self._latest, self.report = self._compile(args, lowering)
 
-    @property
-    def is_compiling(self) -> bool:
-        """True while some thread is inside a compilation of this function."""
-        return self._compiling_thread is not None
-
-    @property
-    def is_compiling_here(self) -> bool:
-        """True while the calling thread is inside a compilation of this function."""
-        return self._compiling_thread == threading.get_ident()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic, static = self._split(kwargs) if self._static_argnames else (kwargs, {})
-        refusal: Exception | None = None
-        if not self._static_argnames or not _static_changes(self._latest.signature.static, static):
-            try:
-                return self._latest.compiled(*args, **dynamic)
-            except (TypeError, ValueError) as error:
-                refusal = error
-        signature = self._signature(args, dynamic, static)
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._latest.compiled(*args)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        signature = self._signature(args)
         changes = _find_changes(self._latest.signature, signature)
-        if refusal is not None and not changes:
+        if not changes:
             raise refusal  # the program's own: its arguments are what it was compiled for
         known = (program for program in self._programs if not _find_changes(program.signature, signature))
         program = next(known, None)
         if program is None:
-            program, report = self._compile(args, dynamic, static)
+            program, report = self._compile(args)
             self._on_recompile(report, changes)
         self._latest = program
-        return program.compiled(*args, **dynamic)
+        return program.compiled(*args)
 
-    def _split(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Splits keyword arguments into the traced and the static ones."""
-        static = {name: kwargs[name] for name in self._static_argnames if name in kwargs}
-        return {name: value for name, value in kwargs.items() if name not in static}, static
-
-    def _compile(
-        self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any]
-    ) -> tuple[_Program, CompileReport]:
-        self._compiling_thread = threading.get_ident()
+    def _compile(self, args: tuple[Any, ...], lowering: Lowering | None = None) -> tuple[_Program, CompileReport]:
+        self.is_compiling = True
         try:
-            compiled, report = compile_in_stages(self._jitted, *args, name=self._name, **dynamic, **static)
+            lowering = lower_in_stages(self._jitted, *args) if lowering is None else lowering
+            compiled, report = compile_lowering(lowering, name=self._name)
         finally:
-            self._compiling_thread = None
-        program = _Program(compiled, self._signature(args, dynamic, static, compiled.input_shardings))
+            self.is_compiling = False
+        expected, _ = compiled.input_shardings
+        program = _Program(compiled, self._signature(args, expected))
         self._programs.append(program)
         return program, report
 
-    def _signature(
-        self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any], *settled: Any
-    ) -> _Signature:
+    def _signature(self, args: tuple[Any, ...], *settled: Any) -> _Signature:
         """The signature of a program that takes these arguments.
 
         Args:
@@ -178,21 +138,12 @@ class RecompilingFunction:
 
         def add(path: tuple[Any, ...], leaf: Any, expected: jax.sharding.Sharding | None = None) -> None:
             aval = jax.typeof(leaf)
-            leaves[self._name_of(path)] = _Leaf(aval.shape, str(aval.dtype), _bound_sharding(leaf) or expected)
+            which, *place = path
+            name = self._parameters[which.idx] + jax.tree_util.keystr(tuple(place))
+            leaves[name] = _Leaf(aval.shape, str(aval.dtype), _bound_sharding(leaf) or expected)
 
-        jax.tree_util.tree_map_with_path(add, (args, dynamic), *settled)
-        return _Signature(leaves, jax.tree.structure((args, dynamic)), static)
-
-    def _name_of(self, path: tuple[Any, ...]) -> str:
-        """`((0: args or 1: kwargs), which of them, *place in its tree)`, as a Python expression."""
-        (group, which, *place) = path
-        if group.idx == 1:
-            parameter = which.key
-        elif which.idx < len(self._parameters):
-            parameter = self._parameters[which.idx]
-        else:
-            parameter = f"args[{which.idx}]"
-        return parameter + jax.tree_util.keystr(tuple(place))
+        jax.tree_util.tree_map_with_path(add, args, *settled)
+        return _Signature(leaves, jax.tree.structure(args))
 
 
 def summarize(changes: Sequence[ArgumentChange], limit: int = 3) -> str:
@@ -219,20 +170,9 @@ def _bound_sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return getattr(leaf, "sharding", None)
 
 
-def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ArgumentChange]:
-    changes = []
-    for name in dict.fromkeys([*before, *after]):
-        # 1 == 1.0 == True, but each is traced to its own program.
-        old, new = ((name in values, type(values.get(name)), values.get(name)) for values in (before, after))
-        if old != new:
-            shown = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
-            changes.append(ArgumentChange(name, "static value", *shown))
-    return changes
-
-
 def _find_changes(before: _Signature, after: _Signature) -> list[ArgumentChange]:
     """The reasons why a program for `before` doesn't serve `after`; none if it does."""
-    changes = _static_changes(before.static, after.static)
+    changes = []
     for name in dict.fromkeys([*before.leaves, *after.leaves]):
         old, new = before.leaves.get(name), after.leaves.get(name)
         if old is None or new is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from trainer.compile.step_profile import StepProfile
 from trainer.config import TrainConfig
 
@@ -19,42 +17,32 @@ def describe_slowness(config: TrainConfig, profile: StepProfile, *, is_topology:
       profile: of its step.
       is_topology: whether it was compiled for devices that aren't there.
     """
-    compiled = profile.compiled
+    compiled, model = profile.compiled, config.model
     if compiled.cache_hit or compiled.trace_s + compiled.lower_s + compiled.compile_s < _SLOW_S:
         return []
-    causes = [*_of_tracing(profile), *_of_the_program(config), *_of_the_compiler(config, profile, is_topology)]
-    return [*causes, 'how to find out: "XLA is slow, what now?" in docs/profile_compile_time.md']
-
-
-def _of_tracing(profile: StepProfile) -> Iterator[str]:
-    if profile.compiled.trace_s > profile.compiled.compile_s:
-        yield (
+    lines = []
+    if compiled.trace_s > compiled.compile_s:
+        lines.append(
             "tracing takes most of it: a mask without a closed form is evaluated on every pair of positions; "
             "docs/masks.md says how to give it one"
         )
-
-
-def _of_the_program(config: TrainConfig) -> Iterator[str]:
-    model = config.model
     if not model.scan_layers and model.num_layers > model.pattern_length:
-        yield (
+        lines.append(
             f"the program holds {model.num_layers} layers one after the other, a scan would hold "
             f"{model.pattern_length}: --compare model.scan_layers=False,True"
         )
     elif model.pattern_length > 1:
-        yield (
+        lines.append(
             f"the program holds {model.pattern_length} layers, after which masks and layer_overrides repeat; fewer "
             "make it smaller: --compare config=A.py,B.py"
         )
     if model.remat != "none":
-        yield (
+        lines.append(
             f"the program holds parts of the forward pass twice (remat {model.remat}): "
             f"--compare 'model.remat={model.remat},none'"
         )
-
-
-def _of_the_compiler(config: TrainConfig, profile: StepProfile, is_topology: bool) -> Iterator[str]:
     if profile.platform == "gpu" and not is_topology:
-        yield "XLA times several forms of each matmul; for a try, XLA_FLAGS=--xla_gpu_autotune_level=0 leaves that out"
+        lines.append("XLA times several forms of each matmul; for a try, XLA_FLAGS=--xla_gpu_autotune_level=0")
     if not config.compilation.cache_dir and not is_topology:
-        yield "each start compiles anew: --compilation.cache-dir names a folder for the program"
+        lines.append("each start compiles anew: --compilation.cache-dir names a folder for the program")
+    return [*lines, 'how to find out: "XLA is slow, what now?" in docs/profile_compile_time.md']

@@ -1,6 +1,6 @@
 """Compiles ahead of time in timed stages, and reads what a program takes in memory.
 
-Events of `jax.monitoring` tell what happened inside XLA. Their names are the same from JAX 0.10.2 to 0.12.
+An event of `jax.monitoring` tells of a hit in the cache. Its name is the same from JAX 0.10.2 to 0.12.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
-from trainer.compile.kernels import PROGRAM_NAME, compile_kernels
+from trainer.compile.kernels import compile_kernels
 from trainer.terminal.units import format_seconds
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
-_BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @dataclass(frozen=True)
@@ -73,22 +71,14 @@ class CompileReport:
 
 
 def format_stages(report: CompileReport, origin: str | None = None) -> str:
-    """The seconds of each stage.
-
-    Args:
-      report: of the program.
-      origin: where the program came from; None: as the report says.
+    """The seconds of each stage, and where the program came from: as `origin` says, or the report.
 
     >>> format_stages(CompileReport("step", 1.0, 0.25, 60.0, True, None))
     'trace 1.0 s, lower 250.0 ms, XLA 1 min 0 s (read from the cache)'
     """
     trace, lower, compile_ = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
-    return f"trace {trace}, lower {lower}, XLA {compile_} ({origin or format_origin(report)})"
-
-
-def format_origin(report: CompileReport) -> str:
-    """Where a program came from."""
-    return "read from the cache" if report.cache_hit else "compiled"
+    origin = origin or ("read from the cache" if report.cache_hit else "compiled")
+    return f"trace {trace}, lower {lower}, XLA {compile_} ({origin})"
 
 
 def compile_in_stages(jitted: Any, *args: Any, name: str, **kwargs: Any) -> tuple[jax.stages.Compiled, CompileReport]:
@@ -165,18 +155,13 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
         getattr(stats, f"host_{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")
     )
     host_state = host_arguments + host_outputs - host_aliased
-    if _platform(compiled) == "tpu":
+    shardings = jax.tree.leaves(compiled.output_shardings)
+    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":
         stated = stats.peak_memory_in_bytes - (arguments + outputs - aliased) - host_state
         temporaries = max(min(stated, temporaries) if host_temporaries else stated, 0)
     peak = arguments + outputs - aliased + temporaries + code
     host = host_state + host_temporaries
     return MemoryReport(arguments, outputs, aliased, temporaries, code, peak, host)
-
-
-def _platform(compiled: jax.stages.Compiled) -> str | None:
-    """The platform that a program runs on; None if it returns nothing that tells."""
-    shardings = jax.tree.leaves(compiled.output_shardings)
-    return next(iter(shardings[0].device_set)).platform if shardings else None
 
 
 @contextlib.contextmanager
@@ -194,40 +179,3 @@ def _count_cache_hits() -> Iterator[list[str]]:
         yield hits
     finally:
         jax.monitoring.unregister_event_listener(listen)
-
-
-@contextlib.contextmanager
-def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[None]:
-    """Calls a function for everything that is compiled inside, by any thread. Cache hits count.
-
-    Kernels that are compiled ahead of their program are a part of it, and aren't counted apart.
-
-    Args:
-      on_compiled: called in the compiling thread with the name of the jitted function and XLA's seconds.
-    """
-
-    def listen(event: str, duration_secs: float, **metadata: Any) -> None:
-        if event == _BACKEND_COMPILE_EVENT:
-            name = str(metadata["fun_name"]).removeprefix("jit(").removesuffix(")")
-            if name != PROGRAM_NAME:
-                on_compiled(name, duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@contextlib.contextmanager
-def count_compilations() -> Iterator[Counter[str]]:
-    """Counts what is compiled inside by the name of the jitted function. Cache hits count.
-
-    >>> with count_compilations() as counts:
-    ...     _ = jax.jit(lambda x: x + 1)(1.0)
-    >>> counts["<lambda>"]
-    1
-    """
-    counts: Counter[str] = Counter()
-    with watch_compilations(lambda name, _: counts.update([name])):
-        yield counts

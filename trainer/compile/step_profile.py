@@ -11,12 +11,11 @@ from typing import Any
 import jax
 
 from trainer.compile.collectives import CollectiveTotal, count_collectives
-from trainer.compile.fit import Fit, StateMemory, device_memory, judge, judge_refusal, parse_refusal, state_memory
+from trainer.compile.fit import Fit, StateMemory, device_memory, parse_refusal, state_memory
 from trainer.compile.hlo import parse_module
-from trainer.compile.stages import CompileReport, Lowering, compile_lowering, lower_in_stages
+from trainer.compile.stages import CompileReport, compile_lowering, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
-from trainer.hardware import peak_resident_bytes
 from trainer.step.functions import make_step_functions
 from trainer.step.plan import Plan, make_plan
 from trainer.step.sharding import make_mesh
@@ -31,16 +30,6 @@ class ProgramSize:
     hlo_bytes: int
     """Of the optimized HLO's text."""
     num_hlo_instructions: int
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Most bytes that the compiling process had resident, from its start to the end of a stage."""
-
-    start: int
-    """Before tracing: Python, JAX and the compiler's library."""
-    lower: int
-    compile: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,6 @@ class StepProfile:
     state: StateMemory
     fit: Fit | None
     """None: the backend can't tell what the program takes."""
-    host: HostMemory
 
     @property
     def num_devices_used(self) -> int:
@@ -88,26 +76,25 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
     device = mesh.devices.flat[0]
     plan = make_plan(config, mesh)
     functions = make_step_functions(config, mesh, plan)
-    available = device_memory(device, mesh.size)
-    start = peak_resident_bytes()
     lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
-    lower = peak_resident_bytes()
     begun = time.perf_counter()
     program: jax.stages.Compiled | None = None
-    fit: Fit | None = None
     try:
         program, compiled = compile_lowering(lowering, name="train_step")
-        fit = None if compiled.memory is None else judge(compiled.memory, available)
+        fit = None if compiled.memory is None else Fit(compiled.memory.peak, device_memory(device, mesh.size))
     except jax.errors.JaxRuntimeError as error:
-        refusal = parse_refusal(str(error))
-        if refusal is None:
+        fit = parse_refusal(str(error))
+        if fit is None:
             raise TrainingFailed(f"the compiler failed: {_first_lines(str(error))}") from error
         refused_after_s = time.perf_counter() - begun
         compiled = CompileReport("train_step", lowering.trace_s, lowering.lower_s, refused_after_s, False, None)
-        fit = judge_refusal(refusal, available)
-    host = HostMemory(start, lower, peak_resident_bytes())
-    # Making the texts takes memory too, so the peak is read first.
-    size, collectives = (None, ()) if program is None else _read_program(lowering, program)
+    size: ProgramSize | None = None
+    collectives: tuple[CollectiveTotal, ...] = ()
+    if program is not None:
+        text = program.as_text() or ""
+        module = parse_module(text)
+        size = ProgramSize(len(lowering.lowered.as_text()), len(text), module.num_instructions)
+        collectives = count_collectives(module)
     return StepProfile(
         platform=device.platform,
         device_kind=device.device_kind,
@@ -121,15 +108,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         collectives=collectives,
         state=state_memory(functions),
         fit=fit,
-        host=host,
     )
-
-
-def _read_program(lowering: Lowering, compiled: jax.stages.Compiled) -> tuple[ProgramSize, tuple[CollectiveTotal, ...]]:
-    text = compiled.as_text() or ""
-    module = parse_module(text)
-    size = ProgramSize(len(lowering.lowered.as_text()), len(text), module.num_instructions)
-    return size, count_collectives(module)
 
 
 def _first_lines(message: str, num_lines: int = 6, width: int = 300) -> str:

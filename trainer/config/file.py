@@ -19,16 +19,11 @@ import kernels
 import layers
 from kernels import Mask, Tuning, parse_mask
 from kernels.masks.text import PARSABLE_MASKS
-from layers import LayerOverride
 from trainer.config.old_names import with_new_names
 from trainer.config.page import Page, find_page
-from trainer.config.sources import LengthWeight, SourceConfig
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake, shorten
-
-_IN_TUPLES = (LayerOverride, SourceConfig, LengthWeight)
-"""Config classes of which a field holds several."""
 
 
 def load_config(named: str | Path | Page) -> TrainConfig:
@@ -169,6 +164,8 @@ def _short(value: Any) -> str:
 
 def _from_json(value: Any, hint: Any, name: str = "") -> Any:
     """Checks each value's type before a config class, which takes it for granted, looks at the value."""
+    if isinstance(value, list) and get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next((option for option in get_args(hint) if get_origin(option) is tuple), hint)
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_from_json(item, get_args(hint)[0], name) for item in value)
     if hint is Mask and isinstance(value, str):
@@ -271,13 +268,17 @@ def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         value = getattr(config, name)
         if not _fits(value, hint):
             yield f"{prefix}{name}={_short(value)}", _describe_misfit(value, hint)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
+        elif _is_section(value):
             yield from _ill_typed(value, f"{prefix}{name}.")
-        elif isinstance(value, tuple) and any(isinstance(item, _IN_TUPLES) for item in value):
+        elif isinstance(value, tuple) and any(map(_is_section, value)):
             for index, item in enumerate(value):
                 yield from _ill_typed(item, f"{prefix}{name}[{index}].")
         elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):
             yield f"{prefix}{name}={_short(value)}", " holds a NUL character, or what UTF-8 can't write"
+
+
+def _is_section(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, Mask)
 
 
 def _describe_misfit(value: Any, hint: Any) -> str:

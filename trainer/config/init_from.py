@@ -176,7 +176,7 @@ def read_initial_model(init_from: str) -> InitialModel:
             "(`hf download NAME --local-dir DIR` puts one there), or the workdir of a run"
         )
     if is_workdir(folder):
-        held = load_saved_config(folder / "config.json")
+        held = load_newest_phase(folder)
         tokenizer = held.data.known_tokenizer
         end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
         return InitialModel(folder, held.model, tokenizer, end, begin)
@@ -186,6 +186,17 @@ def read_initial_model(init_from: str) -> InitialModel:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
     tokenizer_file = folder / "tokenizer.json"
     return InitialModel(folder, model, str(tokenizer_file) if os.path.isfile(tokenizer_file) else None)
+
+
+def load_newest_phase(workdir: Path) -> TrainConfig:
+    """The config of a run in the phase of its newest checkpoint.
+
+    Raises:
+      UserMistake: as `load_saved_config`.
+    """
+    names = os.listdir(workdir / "checkpoints")
+    step = max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
+    return load_saved_config(workdir / "config.json").phase_at(step).config
 
 
 def _layers(model: GPTConfig) -> Iterator[tuple[int, int]]:

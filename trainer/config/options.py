@@ -18,6 +18,7 @@ Change = Literal[
     "free",
     "training",
     "schedule",
+    "phases",
     "evaluation",
     "sequences",
     "corpus",
@@ -32,6 +33,7 @@ Change = Literal[
 - free: no parameter and no loss, except by the order of floating-point sums
 - training: how later steps train
 - schedule: the learning rate of every later step
+- phases: all steps of a phase; refused for phases that have begun, but for their length
 - evaluation: how a validation loss is measured, and how later steps train; see `evaluation_settings`
 - sequences: how documents are packed; the run then begins a new epoch
 - corpus: where the documents are, and which are evaluated; digests tell whether they are still the same

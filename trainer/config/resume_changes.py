@@ -127,6 +127,36 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
         )
 
 
+def refuse_other_phases(held: TrainConfig, config: TrainConfig, step: int) -> None:
+    """Refuses other phases up to a checkpoint. Later ones may change, and so may the end of the one under way.
+
+    Args:
+      held: the config that the checkpoint was made with.
+      config: of the steps to come.
+      step: the steps behind the checkpoint.
+
+    Raises:
+      UserMistake: names the first phase that differs.
+    """
+    for ours, theirs in zip(config.in_phases(), held.in_phases(), strict=False):
+        if theirs.first_step >= step:
+            return
+        is_over = theirs.last_step < step
+        if (ours.first_step, ours.moments) != (theirs.first_step, theirs.moments) or (
+            is_over and ours.last_step != theirs.last_step
+        ):
+            raise UserMistake(
+                f"phases[{ours.index}] takes steps {ours.first_step + 1} to {ours.last_step}, and those of the "
+                f"checkpoint, {theirs.first_step + 1} to {theirs.last_step}, are made already; give it the same "
+                "place, or choose another --workdir"
+            )
+        if not is_over and ours.last_step < step:
+            raise UserMistake(
+                f"phases[{ours.index}] ends after step {ours.last_step}, and the checkpoint of step {step} is of this "
+                "phase; let it end there or later, or choose another --workdir"
+            )
+
+
 def field_values(config: TrainConfig) -> dict[str, Any]:
     """Each field of a config, as `section.field` → its JSON value."""
     return {name: config_to_json(functools.reduce(getattr, name.split("."), config)) for name in flag_types()}

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from kernels import Mask
 from kernels.collectives import Collectives
 from kernels.context import Exchange, SequenceSharding
-from layers import GPTConfig
+from layers import GPTConfig, RopeScaling
 from layers.checks import check_choice
 from layers.token_choice import TokenChoice
 from trainer.config.options import (
@@ -359,6 +360,118 @@ class WandbConfig:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a run. Each field but the length says what differs from the phase before; None: nothing.
+
+    The first phase differs from the run's own settings. The state goes on from phase to phase.
+    """
+
+    num_steps: int | None = option(None, "schedule", AT_LEAST_1)
+    """Steps of the phase. The last phase may leave both lengths out: it lasts until the run's num_steps."""
+    num_tokens: int | None = option(None, "schedule", AT_LEAST_1)
+    """The length in tokens instead, padding among them; the last step may go past it."""
+    sequence_length: int | None = None
+    """As `TrainConfig.sequence_length`."""
+    batch_size: int | None = None
+    """As `TrainConfig.batch_size`."""
+    gradient_accumulation: int | None = None
+    """As `TrainConfig.gradient_accumulation`."""
+    masks: tuple[Mask, ...] | None = None
+    """As `GPTConfig.masks`."""
+    rope_base: float | None = option(None, "training", POSITIVE)
+    """As `GPTConfig.rope_base`, of the layers that `rope_layers` names; layers without rotary embedding stay so."""
+    rope_scaling: RopeScaling | None = None
+    """As `GPTConfig.rope_scaling`, of the same layers."""
+    rope_layers: Literal["all", "global"] = "all"
+    """Layers that `rope_base` and `rope_scaling` are for. global: those whose mask has no window."""
+    remat: str | None = None
+    """As `GPTConfig.remat`."""
+    keep_documents_apart: bool | None = None
+    """As `DataConfig.keep_documents_apart`."""
+    optimizer: OptimizerConfig | None = None
+    """A schedule of its own, over this phase and those after it that have none. None: the schedule before goes on."""
+    mesh: MeshConfig | None = None
+    """As `TrainConfig.mesh`, of as many devices."""
+    moments: Literal["carry", "fresh"] = "carry"
+    """The optimizer's moments. fresh: they begin at 0 again."""
+
+    def __post_init__(self):
+        check_options(self, "phases.")
+        if self.num_steps is not None and self.num_tokens is not None:
+            raise ValueError(
+                f"phases: a phase has num_steps={self.num_steps} and num_tokens={self.num_tokens}; leave one out"
+            )
+
+    def length(self, config: TrainConfig) -> int | None:
+        """Steps of the phase.
+
+        Args:
+          config: in this phase.
+
+        Returns:
+          None: it is left out.
+        """
+        if self.num_tokens is None:
+            return self.num_steps
+        return -(-self.num_tokens // (config.batch_size * config.sequence_length))
+
+    def model_after(self, model: GPTConfig) -> GPTConfig:
+        """The model in this phase.
+
+        Args:
+          model: in the phase before.
+
+        Raises:
+          ValueError: it is no model.
+        """
+        if self.masks is not None:
+            model = replace(model, masks=self.masks)
+        if self.remat is not None:
+            model = replace(model, remat=self.remat)
+        rope = {"rope_base": self.rope_base, "rope_scaling": self.rope_scaling}
+        rope = {name: value for name, value in rope.items() if value is not None}
+        return model.with_rope(only_global=self.rope_layers == "global", **rope) if rope else model
+
+    def check_follows(self, before: TrainConfig) -> None:
+        """Checks what a phase changes of the phase before.
+
+        Raises:
+          ValueError: no state can be carried into it, or it unlearns a length.
+        """
+        if self.optimizer is not None and self.optimizer.kind != before.optimizer.kind and self.moments == "carry":
+            raise ValueError(
+                f"optimizer.kind={self.optimizer.kind!r} can't go on with the moments of {before.optimizer.kind!r}; "
+                "use the kind before, or moments='fresh'"
+            )
+        if self.mesh is not None and math.prod(vars(self.mesh).values()) != math.prod(vars(before.mesh).values()):
+            raise ValueError(
+                f"mesh={self.mesh} has another number of devices than {before.mesh}, the one before; use as many"
+            )
+        bases = [base for layer in before.model.layer_counts if (base := layer.rope_base) is not None]
+        if self.rope_base is not None and bases and self.rope_base < max(bases):
+            raise ValueError(
+                f"rope_base={self.rope_base} is less than the {max(bases)} before, which would shorten the context; "
+                "use a larger base, or leave it out"
+            )
+
+
+@dataclass(frozen=True)
+class RunPhase:
+    """A phase of a run: its settings, and its place in the run."""
+
+    index: int
+    config: TrainConfig
+    """The settings. It has no phases; its `num_steps` are those of the schedule."""
+    first_step: int
+    """Steps of the run before it."""
+    last_step: int
+    """Steps of the run when it is over."""
+    schedule_from: int
+    """Steps of the run before the schedule's first."""
+    moments: Literal["carry", "fresh"]
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One experiment: the model, its data, and how it is trained."""
 
@@ -376,7 +489,10 @@ class TrainConfig:
     )
     """The network."""
     num_steps: int = field(metadata=rules("schedule", AT_LEAST_1, _COUNTED_IN_INT32))
-    """Optimizer steps."""
+    """Optimizer steps, of all phases together."""
+    phases: tuple[Phase, ...] = field(default=(), metadata=rules("phases"))
+    """Parts of the run that differ in length, masks, rotary embedding, mixture or schedule. Empty: it is one part. Set
+    in a config file."""
     description: str = option("", "free")
     """One line printed first: what this run is, and on what hardware it is meant to run."""
     sequence_length: int = option(32_768, "sequences", AT_LEAST_1)
@@ -392,6 +508,8 @@ class TrainConfig:
     init_from: str | None = option(None, "beginning")
     """Folder whose model a fresh run begins with: a Hugging Face model's (config.json, *.safetensors, tokenizer.json)
     or another run's workdir. Model and tokenizer are the folder's. None: random parameters."""
+    init_optimizer: Literal["fresh", "carry"] = option("fresh", "beginning")
+    """carry: with a workdir as init_from, its optimizer's moments and its place in the same data go on, too."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -433,9 +551,68 @@ class TrainConfig:
             )
         if self.init_from is None:
             self.check_model()
-        elif isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
+            self.in_phases()
+        if self.init_from is None and self.init_optimizer == "carry":
+            raise ValueError("init_optimizer='carry' has no effect without init_from; name a run's workdir there")
+        if isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
             check_path("init_from", self.init_from)
         self.optimizer.num_decay_steps(self.num_steps)
+
+    def in_phases(self) -> tuple[RunPhase, ...]:
+        """The settings of each phase; a run without phases is one.
+
+        Raises:
+          ValueError: a phase can't follow the one before, or their lengths aren't the run's.
+        """
+        if not self.phases:
+            return (RunPhase(0, self, 0, self.num_steps, 0, "carry"),)
+        config, ends = replace(self, phases=()), [0]
+        configs: list[TrainConfig] = []
+        for index, phase in enumerate(self.phases):
+            try:
+                phase.check_follows(config)
+                config = config._in_phase(phase)
+            except ValueError as refused:
+                raise ValueError(f"phases[{index}]: {refused}") from None
+            length, is_last = phase.length(config), index == len(self.phases) - 1
+            if length is None and not is_last:
+                raise ValueError(f"phases[{index}] has no length; set its num_steps or num_tokens")
+            ends.append(self.num_steps if length is None else ends[-1] + length)
+            configs.append(config)
+        if ends[-1] != self.num_steps or ends[-2] >= ends[-1]:
+            raise ValueError(
+                f"num_steps={self.num_steps} is not the length of the phases, which end after {ends[1:]} steps; set it "
+                "to the last of these, or leave out the length of the last phase"
+            )
+        begins = [index for index, phase in enumerate(self.phases) if index == 0 or phase.optimizer is not None]
+        resolved = []
+        for begin, end in zip(begins, [*begins[1:], len(self.phases)], strict=True):
+            for index in range(begin, end):
+                try:
+                    of_schedule = replace(configs[index], num_steps=ends[end] - ends[begin])
+                except ValueError as refused:  # too short for its warm-up, say
+                    raise ValueError(f"phases[{index}]: {refused}") from None
+                moments = self.phases[index].moments
+                resolved.append(RunPhase(index, of_schedule, ends[index], ends[index + 1], ends[begin], moments))
+        return tuple(resolved)
+
+    def phase_at(self, step: int) -> RunPhase:
+        """The phase that makes a step.
+
+        Args:
+          step: from 1; 0 is the first phase's, and so is each step past the end the last one's.
+        """
+        phases = self.in_phases()
+        return next((phase for phase in phases if step <= phase.last_step), phases[-1])
+
+    def _in_phase(self, phase: Phase) -> TrainConfig:
+        """The settings in a phase that follows one with these. `num_steps` is a long one, until lengths are known."""
+        names = ("sequence_length", "batch_size", "gradient_accumulation", "mesh", "optimizer")
+        own: dict[str, Any] = {name: getattr(phase, name) for name in names}
+        if phase.keep_documents_apart is not None:
+            own["data"] = replace(self.data, keep_documents_apart=phase.keep_documents_apart)
+        own = {name: value for name, value in own.items() if value is not None}
+        return replace(self, model=phase.model_after(self.model), num_steps=2**31 - 1, **own)
 
     def check_model(self) -> None:
         """Checks that the model can be trained on this mesh, and asked for the samples.

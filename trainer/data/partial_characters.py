@@ -1,27 +1,13 @@
-"""Characters whose UTF-8 is spread over several tokens: what they are before the last of their bytes has come."""
+"""Characters whose UTF-8 is spread over several tokens."""
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import re
 from collections.abc import Iterable, Sequence
 
 # How ByteFallback (Llama 2, Mistral, Gemma) names bytes; its parser takes a plus sign for a zero.
 _BYTE_TOKEN = re.compile(r"<0x([+0-9A-Fa-f][0-9A-Fa-f])>")
-
-
-def num_unfinished_bytes(data: bytes) -> int:
-    """How many bytes at the end begin a character that more bytes could complete: 0 to 3.
-
-    >>> [num_unfinished_bytes("日本".encode()[:length]) for length in (2, 3, 4, 6)]
-    [2, 0, 1, 0]
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data)
-    rest = decoder.getstate()[0]
-    # For the sake of "surrogatepass" it waits for surrogates too (bugs.python.org/issue24214), which no text has.
-    return 0 if rest[:1] == b"\xed" and rest[1:] >= b"\xa0" else len(rest)
 
 
 def bytes_at_end(tokens: Sequence[str]) -> bytes:

@@ -18,7 +18,6 @@ from trainer.data.partial_characters import (
     byte_level_bytes,
     bytes_at_end,
     keep_characters_apart,
-    num_unfinished_bytes,
 )
 from trainer.data.tokenizer_file import (
     CONFIG_NAME,
@@ -61,14 +60,8 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without the special tokens. U+FFFD stands for bytes that are no character, or not yet."""
 
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        """How many U+FFFD at the end of `decode(token_ids)` stand for a character whose other bytes may still come."""
-
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int | None:
         """Bytes of text that tokens stand for, without the first ones, which only precede them; None if unknown."""
-
-    def find_token(self, text: str) -> int | None:
-        """Id of the one token, special ones among them, that a text names; None if there is no such."""
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of several documents in UTF-8, of dtype `token_dtype(vocab_size)`."""
@@ -123,15 +116,8 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._bytes(token_ids).decode(errors="replace")
 
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        return min(num_unfinished_bytes(self._bytes(token_ids)), 1)
-
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
         return len(self._bytes(token_ids[num_before:]))
-
-    def find_token(self, text: str) -> int | None:
-        ids = self.encode(text)
-        return ids[0] if len(ids) == 1 else None
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, np.uint8).astype("<u2") for document in documents]
@@ -233,23 +219,10 @@ class HuggingFaceTokenizer:
                 return self._tokenizer.decoder.decode(keep_characters_apart(self._spoken(token_ids)))
             return self._tokenizer.decode([int(i) for i in token_ids if i not in self.delimiters.ids])
 
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        if "ByteFallback" in self._decoders:  # which makes one U+FFFD of each byte
-            return num_unfinished_bytes(bytes_at_end(self._spoken(token_ids)))
-        if "ByteLevel" in self._decoders:
-            return min(num_unfinished_bytes(byte_level_bytes(self._spoken(token_ids))), 1)
-        return 0
-
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
         if "ByteLevel" in self._decoders:
             return len(byte_level_bytes(self._spoken(token_ids[num_before:])))
         return self._num_decoded_bytes(token_ids) - self._num_decoded_bytes(token_ids[:num_before])
-
-    def find_token(self, text: str) -> int | None:
-        # By its name in the vocabulary; but a byte-level one spells a newline, say, as another character.
-        named = self._tokenizer.token_to_id(text)
-        ids = self.encode(text) if named is None else [named]
-        return ids[0] if len(ids) == 1 else None
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
@@ -391,14 +364,8 @@ class PretokenizedIds:
     def decode(self, token_ids: Sequence[int]) -> str:
         raise DataError(self._no_text("decode"))
 
-    def num_unfinished(self, token_ids: Sequence[int]) -> int:
-        raise DataError(self._no_text("decode"))
-
     def num_bytes(self, token_ids: Sequence[int], num_before: int) -> None:
         return None
-
-    def find_token(self, text: str) -> int | None:
-        raise DataError(self._no_text("encode"))
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         raise DataError(self._no_text("encode"))

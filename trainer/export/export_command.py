@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from trainer.config.train_config import check_path
 from trainer.errors import UserMistake
 
 PROGRAM = "python -m trainer.export"
-_BYTES_OF_UNIT = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,26 +31,12 @@ class ExportCommand:
     """Step of the checkpoint, of those that the run keeps. None: the newest."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the tensors. None: that of the run's parameters, so that every bit is kept."""
-    shard_size: str = "5GB"
-    """Most bytes in one file of tensors, such as 500MB or 5GB."""
     tokenizer: str | None = None
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
 
     def __post_init__(self):
         if self.tokenizer is not None:
             check_path("tokenizer", self.tokenizer)
-        if not self.shard_bytes:
-            raise ValueError(f"shard_size={self.shard_size!r} is no size in bytes; expected one such as 500MB or 5GB")
-
-    @property
-    def shard_bytes(self) -> int:
-        """`shard_size` in bytes; 0: it is no size.
-
-        >>> ExportCommand(workdir=Path("run"), output=Path("model"), shard_size="1.5 GB").shard_bytes
-        1500000000
-        """
-        size = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([KMGT]?B|)", self.shard_size.strip().upper())
-        return 0 if size is None else int(float(size[1]) * _BYTES_OF_UNIT[size[2]])
 
 
 def parse_command_line(arguments: Sequence[str]) -> ExportCommand:

@@ -59,7 +59,6 @@ def run(command: ExportCommand) -> None:
                     saved.config.model,
                     params,
                     dtype=command.dtype,
-                    shard_size=command.shard_bytes,
                     tokenizer_dir=folder,
                     # A folder's own tells more, and is copied.
                     generation_config=None if folder and (folder / GENERATION_NAME).is_file() else special,
@@ -67,8 +66,7 @@ def run(command: ExportCommand) -> None:
                     context_length=context_length,
                 )
 
-            with console.working(f"writing {command.output}"):
-                checkpoint = stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
+            stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
     except OutOfMemory as error:
         raise TrainingFailed(f"exporting: this machine is out of memory: {error.reason}; {describe_host()}") from error
     except OSError as error:
@@ -79,7 +77,7 @@ def run(command: ExportCommand) -> None:
         raise UserMistake(str(refused)) from refused
     num_bytes = sum(file.stat().st_size for file in command.output.iterdir())
     console.note(
-        f"exported {saved.config.name} at step {checkpoint.step} to {command.output} as {model_type}: "
+        f"exported {saved.config.name} at step {saved.checkpoint.step} to {command.output} as {model_type}: "
         f"{format_count(saved.config.model.num_parameters)} parameters, {format_bytes(num_bytes)} in "
         f"{format_seconds(time.perf_counter() - begun)}"
     )

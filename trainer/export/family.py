@@ -36,7 +36,7 @@ def choose_family(model: GPTConfig, began_as: str | None) -> ChosenFamily:
 
 
 def describe_export(model: GPTConfig, began_as: str | None) -> str:
-    """The same in a few words, for the opening panel."""
+    """The same in a few words, for the opening lines."""
     try:
         return f"as a {choose_family(model, began_as).model_type}"
     except ValueError as refused:

@@ -9,21 +9,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, unfinished: Path | None = None) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Writes a file. A kill or a power cut at any moment leaves either the old content or the new.
 
     Args:
       path: the file.
       content: text is written as UTF-8, an iterable piece by piece.
-      unfinished: the file in the same folder that is written first; by default `NAME.tmp`.
 
     Raises:
       OSError: it can't be written; the file is as it was.
     """
-    unfinished = unfinished or path.with_name(f"{path.name}.tmp")
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        if unfinished.is_dir() and not unfinished.is_symlink():
-            set_aside(unfinished, "foreign")
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # doesn't follow a link
             if isinstance(content, str):
@@ -39,13 +36,13 @@ def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, unfi
     sync(path.parent)
 
 
-def set_aside(path: Path, suffix: str) -> Path:
-    """Renames what lies at a path to `NAME.suffix`, or `NAME.suffix-2` and so on if that exists; returns the new path.
+def set_aside(path: Path) -> Path:
+    """Renames what is damaged to `NAME.damaged`, or `NAME.damaged-2` and so on if that exists; returns the new path.
 
     Raises:
       OSError: the folder can't be written.
     """
-    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+    names = (path.with_name(f"{path.name}.damaged{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
     return path.replace(next(name for name in names if not os.path.lexists(name)))
 
 

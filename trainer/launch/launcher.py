@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from trainer.errors import UserMistake
 
-# JAX detects these launchers by the same variables.
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-_OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
+# The number of processes, and the variables by which JAX, too, detects a launcher.
+_LAUNCHERS = {
+    "SLURM, {} tasks": ("SLURM_NTASKS", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"),
+    "Open MPI, {} processes": ("OMPI_COMM_WORLD_SIZE", "OMPI_MCA_orte_hnp_uri"),
+}
 _PLACE = re.compile(r"(?P<coordinator>[^,]+),(?P<count>[0-9]{1,6}),(?P<index>[0-9]{1,6})")
 _ADDRESS = re.compile(r"([^][,:/\s]+|\[[^][,/\s]+\]):(?P<port>[0-9]{1,5})")
 # Where JAX finds the address instead, for any launcher.
@@ -86,10 +88,10 @@ def describe_launcher(environ: Mapping[str, str]) -> str | None:
     >>> describe_launcher({"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:3", "OMPI_COMM_WORLD_SIZE": "2"})
     'Open MPI, 2 processes'
     """
-    if all(name in environ for name in _SLURM) and _is_several(environ["SLURM_NTASKS"]):
-        return f"SLURM, {environ['SLURM_NTASKS']} tasks"
-    if all(name in environ for name in _OPEN_MPI) and _is_several(environ["OMPI_COMM_WORLD_SIZE"]):
-        return f"Open MPI, {environ['OMPI_COMM_WORLD_SIZE']} processes"
+    for launcher, names in _LAUNCHERS.items():
+        number = environ.get(names[0], "")
+        if all(name in environ for name in names) and number.isdecimal() and int(number) > 1:
+            return launcher.format(number)
     workers = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
     if len(workers) > 1 and "TPU_WORKER_ID" in environ:
         return f"a TPU slice, {len(workers)} workers"
@@ -108,7 +110,3 @@ def refuse_several(program: str, environ: Mapping[str, str]) -> None:
             f"{program} is built for one process, and was started by {launcher}: each would do the same work; "
             "start it once, without the launcher or with one task"
         )
-
-
-def _is_several(number: str) -> bool:
-    return number.isdecimal() and int(number) > 1

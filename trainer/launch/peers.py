@@ -7,17 +7,20 @@ exchange some while the main thread runs steps: two collectives of a device at a
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from trainer.errors import TrainingFailed
+from trainer.errors import TrainingFailed, UserMistake
 
 _ROOT = "trainer"
 _LOOK_EVERY_S = 1.0
 # A process that has ended is noticed by the watch, much sooner. One that lives may make tokens or hash a checkpoint for
 # hours.
 _PATIENCE_S = 86_400.0
+_NUM_NAMED = 5
 
 
 class Table(Protocol):
@@ -119,12 +122,65 @@ class Peers:
                 return self._table.blocking_key_value_get(f"{_ROOT}/{key}", int(_LOOK_EVERY_S * 1000))
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise OutOfTouchError(f"{self.name(0)} can't be reached any more: {_first_line(error)}") from error
+                    reason = str(error).split("\n", 1)[0]
+                    raise OutOfTouchError(f"{self.name(0)} can't be reached any more: {reason}") from error
             if unless is not None and (spoken := self.posted(unless)):
                 raise OutOfTouchError(f"{self.name(min(spoken))} has given up")
             if time.monotonic() > deadline:
                 raise OutOfTouchError(f"{self.name(whom)} didn't answer in time (about {key}); its own log may say why")
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0]
+def require_same(peers: Peers, what: str, facts: Mapping[str, Any]) -> None:
+    """Refuses processes that don't run the same experiment, before anything is compiled.
+
+    Args:
+      peers: the processes.
+      what: names the facts, and the exchange.
+      facts: JSON values by name, as this process knows them.
+
+    Raises:
+      UserMistake: in every process, the same: a process knows something else than process 0.
+    """
+    first, *others = map(json.loads, peers.exchange(f"same/{what}", json.dumps(facts)))
+    for index, theirs in enumerate(others, 1):
+        names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
+        if names:
+            lines = [f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names[:_NUM_NAMED]]
+            more = [f"and {len(names) - _NUM_NAMED} more"] if len(names) > _NUM_NAMED else []
+            raise UserMistake(
+                "\n  ".join([f"{peers.name(0)} and {peers.name(index)} differ in their {what}:", *lines, *more])
+                + "\nstart all processes with the same command, files and versions; "
+                "runs of their own are started with --distributed off"
+            )
+
+
+def require_shared(peers: Peers, folder: Path) -> None:
+    """Sees that a folder is one and the same for all processes, and not each machine's own.
+
+    Args:
+      peers: the processes.
+      folder: which process 0 has locked.
+
+    Raises:
+      UserMistake: in every process, the same: a process sees another folder, or none. In process 0: the folder can't
+        be written.
+    """
+    if peers.count == 1:
+        return
+    lock, sign, seen = folder / ".lock", secrets.token_hex(16), None
+    try:
+        if peers.is_first:
+            lock.write_text(sign)
+        sign = peers.of_first("workdir", lambda: sign)
+        seen = lock.read_text()
+    except OSError as error:
+        if peers.is_first:
+            raise UserMistake(
+                f"{lock} can't be written: {error.strerror}; make room, or see its permissions"
+            ) from error
+    for index, is_same in enumerate(peers.exchange("workdir/seen", "yes" if seen == sign else "no")):
+        if is_same == "no":
+            raise UserMistake(
+                f"workdir {folder} is not the same folder for {peers.name(0)} and {peers.name(index)}; "
+                "choose one with --workdir on a file system that all machines share"
+            )

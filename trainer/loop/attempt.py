@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.family import describe_export
-from trainer.launch.membership import ALONE, Membership
-from trainer.launch.peer_watch import Farewell
+from trainer.launch.membership import ALONE, Farewell, Membership
 from trainer.launch.process_exit import INTERRUPTED, PREEMPTED, STALLED, leave, print_stacks, write_stacks
-from trainer.launch.shared_stop import SharedStopRequest
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
@@ -53,9 +51,8 @@ class Attempt:
         self.account, self.over, self.peers = account, over, membership.peers
         is_first = self.peers.is_first
         self.console = Console() if is_first else QuietConsole(f"process {self.peers.index}")
-        self.console.description(config.description)
-        for note in workdir.notes:
-            self.console.warning(note)
+        if config.description:
+            self.console.note(config.description)
         started_at = time.time() - account.total()
         self.record = RunRecord(
             workdir.record if is_first else None,
@@ -66,25 +63,26 @@ class Attempt:
             last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
         self._owns_process = owns_process
-        self.stop = SharedStopRequest(
-            self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch, owns_process=owns_process
-        )
+        self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c, membership, owns_process=owns_process)
         membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
         self._config, self._workdir, self._membership = config, workdir, membership
         self._writing_stacks = threading.Lock()
 
-    def opened(self, setup: Setup, began_as: str | None) -> None:
+    def opened(self, setups: Sequence[Setup], began_as: str | None) -> None:
         """Records and prints what is about to run.
 
         Args:
-          setup: of the run.
+          setups: of the phases of the run.
           began_as: transformers' family of the model that the run began with; None: of none.
         """
-        self.record.update(**setup.to_json())
+        setup = setups[0]
+        phases = {"phases": [each.phase_to_json() for each in setups]} if self._config.phases else {}
+        self.record.update(**setup.to_json(), **phases)
         export = describe_export(self._config.model, began_as)
-        facts = setup.facts() | {"export": export, "workdir": str(self._workdir.path)}
+        lines = {"phases": [each.describe_phase() for each in setups]} if phases else {}
+        facts = setup.facts() | lines | {"export": export, "workdir": str(self._workdir.path)}
         self.console.opening(self._config.name, facts)
 
     def fail(self, message: str) -> None:
@@ -168,7 +166,7 @@ def attempt(
     over = ending or threading.Event()
     this = Attempt(config, workdir, command, TimeAccount(started), over, membership, owns_process)
     # Outermost, so that this run still answers signals while its end is being recorded.
-    with this.stop, draining_event_loops():
+    with this.stop:
         try:
             with explained(config, command, this.record):
                 yield this

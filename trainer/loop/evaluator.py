@@ -48,9 +48,15 @@ class Evaluator:
         """
         digest = self._setup.validation_digest
         self.evaluations |= {entry["step"]: entry for entry in logged if entry.get(VALIDATION_DIGEST) == digest}
-        if not logged or logged[-1].get(VALIDATION_DIGEST) in (None, digest):  # None: before 2026-11-29
+        if not logged or logged[-1]["step"] <= self._setup.phase.first_step:  # a phase before this one
+            return None
+        if logged[-1].get(VALIDATION_DIGEST) in (None, digest):  # None: before 2026-11-29
             return None
         return "validation losses are measured otherwise from now on, and don't compare with those up to here"
+
+    def enter_phase(self, setup: Setup) -> None:
+        """Measures on the sequences of the next phase from now on. Losses of the phase before don't compare."""
+        self._setup, self.evaluations = setup, {}
 
     @property
     def newest(self) -> LogEntry | None:
@@ -66,7 +72,7 @@ class Evaluator:
           state: the training state.
         """
         setup, config = self._setup, self._setup.config
-        is_due = step >= config.num_steps or (step > 0 and step % config.evaluation.every_num_steps == 0)
+        is_due = step >= setup.phase.last_step or (step > 0 and step % config.evaluation.every_num_steps == 0)
         if not is_due or step in self.evaluations or self._stop.requested:
             return
         with self._account.measure("evaluation"), running("eval_step"):

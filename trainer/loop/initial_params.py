@@ -13,24 +13,89 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from layers.layer_stacks import restack
 from layers.pretrained import read_params
 from layers.pretrained.folder import open_tensors
 from layers.pretrained.table import parameter_shapes
-from trainer.checkpoints.parameters import restore_params
+from trainer.checkpoints.parameters import FoundCheckpoint, restore_params, restore_state
 from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
-from trainer.launch.agreement import require_same
-from trainer.launch.peers import Peers
+from trainer.launch.peers import Peers, require_same
+from trainer.loop.carry import into_layout
 from trainer.loop.origin import read_origin
+from trainer.loop.setup import Setup
 from trainer.saved_run import open_saved_run
-from trainer.step.functions import StepFunctions
+from trainer.step.functions import StepFunctions, make_step_functions
 from trainer.step.sharding import parameter_shardings
+from trainer.step.skipping import schedule_at
+from trainer.step.train_step import TrainState
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
+
+
+def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[TrainState, dict[str, Any]]:
+    """Reads the state of another run, for a fresh run with `init_optimizer="carry"`.
+
+    Args:
+      setup: of the run's first phase. Its data goes on at the other run's place, if it is the same data.
+      console: told what is carried.
+      peers: the processes of the run.
+
+    Returns:
+      The state before the first step, and the record's entry about it.
+
+    Raises:
+      UserMistake: the folder is no workdir, its optimizer is of another kind, or processes see different folders.
+      TrainingFailed: every checkpoint is damaged, or can't be read.
+    """
+    config, functions = setup.config, setup.functions
+    assert config.init_from is not None
+    folder, begun = Path(config.init_from).expanduser().absolute(), time.perf_counter()
+    if not is_workdir(folder):
+        raise UserMistake(
+            f"init_optimizer='carry' needs a run's workdir as init_from, and {str(folder)!r} holds no checkpoints; "
+            "leave it out to begin with fresh moments"
+        )
+    saved = open_saved_run(folder, setting="init_from")
+    held = saved.config
+    if held.optimizer.kind != config.optimizer.kind:
+        raise UserMistake(
+            f"init_optimizer='carry': the moments in {str(folder)!r} are of {held.optimizer.kind}, and "
+            f"optimizer.kind={config.optimizer.kind!r}; set it to that, or leave init_optimizer out"
+        )
+    model = dataclasses.replace(config.model, masks=held.model.masks, layer_overrides=held.model.layer_overrides)
+    layout = dataclasses.replace(config, model=model)
+    abstract = make_step_functions(layout, functions.mesh).abstract_state
+    checkpoint = saved.checkpoint
+    state = restore_state(checkpoint, abstract)
+    state = into_layout(state, layout, config, functions)
+    state = state._replace(
+        step=jnp.zeros_like(state.step),
+        opt_state=schedule_at(state.opt_state, jnp.zeros_like(state.step)),
+        skipping=state.skipping._replace(num_skipped=jnp.zeros_like(state.skipping.num_skipped)),
+    )
+    state = jax.device_put(state, functions.state_shardings)
+    origin = _describe_checkpoint(folder, checkpoint, console) | {"optimizer": "carried"}
+    require_same(peers, "init_from", origin)
+    if is_same_data(checkpoint.data_state, setup.batches.get_state()):
+        for line in setup.batches.set_state(checkpoint.data_state):
+            console.note(line)
+    else:
+        console.note("the data of init_from is another: this run's begins at its beginning")
+    console.note(f"loaded parameters and moments from {checkpoint.path}")
+    return state, {"path": str(folder)} | origin | {"seconds": time.perf_counter() - begun}
+
+
+def is_same_data(theirs: Any, ours: dict[str, Any]) -> bool:
+    """True if the place in another run's data is one in this run's: the same documents, in the same order."""
+    stream = theirs.get("stream") if isinstance(theirs, dict) else None
+    if not isinstance(stream, dict):
+        return False
+    return stream | {"sequence_length": None} == ours["stream"] | {"sequence_length": None}
 
 
 class InitialParams(NamedTuple):
@@ -63,8 +128,11 @@ def load_initial_params(
     if config.init_from is None:
         return None
     folder, begun = Path(config.init_from).expanduser().absolute(), time.perf_counter()
-    load = _load_checkpoint if is_workdir(folder) else _load_huggingface
-    params, origin = load(folder, config, functions, console)
+    console.note("loading parameters …")
+    if is_workdir(folder):
+        params, origin = _load_checkpoint(folder, config, functions, console)
+    else:
+        params, origin = _load_huggingface(folder, config, functions)
     require_same(peers, "init_from", origin)
     seconds = time.perf_counter() - begun
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -75,15 +143,12 @@ def load_initial_params(
     return InitialParams(params, {"path": str(folder)} | origin | {"seconds": seconds})
 
 
-def _load_huggingface(
-    folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
-) -> tuple[Any, dict[str, Any]]:
+def _load_huggingface(folder: Path, config: TrainConfig, functions: StepFunctions) -> tuple[Any, dict[str, Any]]:
     abstract = functions.abstract_state.params
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     try:
         origin = _describe_huggingface(folder)
-        with console.loading("loading parameters") as progress:
-            params = read_params(folder, config.model, shardings, dtype=config.model.param_dtype, progress=progress)
+        params = read_params(folder, config.model, shardings, dtype=config.model.param_dtype)
     except (ValueError, OSError) as refused:
         if reason_of(refused) is not None:  # as JAX tells that memory ran out
             raise
@@ -117,16 +182,19 @@ def _load_checkpoint(
             parameter_shapes(layout),
             parameter_shardings(parameter_shapes(layout), functions.mesh),
         )
-    with console.working("loading parameters"):
-        checkpoint, params = restore_params(saved.checkpoint, abstract)
-        if restacked:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
-            stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
-            params |= {"blocks": stack(params["blocks"], model.num_layers, model.pattern_length)}
+    params = restore_params(saved.checkpoint, abstract)
+    if restacked:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
+        stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
+        params |= {"blocks": stack(params["blocks"], model.num_layers, model.pattern_length)}
+    return params, _describe_checkpoint(folder, saved.checkpoint, console)
+
+
+def _describe_checkpoint(folder: Path, checkpoint: FoundCheckpoint, console: Console) -> dict[str, Any]:
     began_as: dict[str, Any] = {}
     try:  # what the parameters began as, from run to run
         began_as |= read_origin(folder)
     except UserMistake as damaged:
         console.warning(f"{damaged}; an export won't know it")
     origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
-    return params, origin | began_as
+    return origin | began_as

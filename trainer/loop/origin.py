@@ -10,8 +10,7 @@ from layers import GPTConfig
 from layers.pretrained.families import find_family
 from layers.pretrained.folder import read_config
 from trainer.config import TrainConfig
-from trainer.config.file import load_saved_config
-from trainer.config.init_from import is_workdir, read_initial_model
+from trainer.config.init_from import is_workdir, load_newest_phase, read_initial_model
 from trainer.launch.peers import Peers
 from trainer.saved_run import read_init_from
 from trainer.terminal.console import Console
@@ -58,7 +57,7 @@ def read_origin(folder: Path) -> dict[str, Any]:
       UserMistake: a run's record is damaged.
     """
     if is_workdir(folder):
-        began_as, held = read_init_from(folder), load_saved_config(folder / "config.json")
+        began_as, held = read_init_from(folder), load_newest_phase(folder)
         return {**began_as, "context_length": max(held.sequence_length, began_as.get("context_length", 0))}
     values = read_config(folder)
     section = find_family(values["model_type"], str(folder)).section

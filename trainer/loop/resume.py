@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trainer.checkpoints.training_state import Checkpoints, Restored
-from trainer.config.resume_changes import ConfigChange, ConfigHistory, refuse_other_run
+from trainer.config.resume_changes import ConfigChange, ConfigHistory, refuse_other_phases, refuse_other_run
 from trainer.loop.setup import Setup
 from trainer.saved_run import held_history
 from trainer.step.optimizer import make_schedule
@@ -19,6 +19,8 @@ class Resumed(NamedTuple):
 
     step: int
     """0 at the beginning."""
+    phase: int
+    """The index of the phase that made the step. It may be over."""
     state: Any
     """None at the beginning: it has yet to be initialised."""
     config_history: ConfigHistory
@@ -26,25 +28,31 @@ class Resumed(NamedTuple):
     """The record's entry about the checkpoint."""
 
 
-def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed:
+def restore(checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir, console: Console) -> Resumed:
     """Reads the newest whole checkpoint, if there has ever been one, and tells on the console how the run goes on.
 
     Raises:
       UserMistake, TrainingFailed: as `Checkpoints.restore_newest` and `go_on_from`.
     """
-    restored = checkpoints.restore_newest(setup.functions.abstract_state)
+    run = setups[0].run
+
+    def phase_of(step: int) -> int:
+        return run.phase_at(step).index
+
+    restored = checkpoints.restore_newest(lambda step: setups[phase_of(step)].functions.abstract_state)
     if restored is None:
-        return Resumed(0, None, ConfigHistory(setup.config), None)
+        return Resumed(0, 0, None, ConfigHistory(run), None)
+    setup = setups[phase_of(restored.step)]
     for damaged in restored.damaged:
         console.note(f"{damaged}; it is kept, and the run goes on from the one before")
     history, changes = go_on_from(restored, setup, workdir)
-    done = "; no step is left to make" if restored.step >= setup.config.num_steps else ""
-    console.note(f"resumed at step {restored.step}/{setup.config.num_steps} from {workdir.checkpoints}{done}")
+    done = "; no step is left to make" if restored.step >= run.num_steps else ""
+    console.note(f"resumed at step {restored.step}/{run.num_steps} from {workdir.checkpoints}{done}")
     for change in changes:
         console.note(change)
     passed_over = {str(item.path): item.reason for item in restored.damaged}
     origin = {"step": restored.step, "passed_over": passed_over}
-    return Resumed(restored.step, restored.state, history, origin)
+    return Resumed(restored.step, setup.phase.index, restored.state, history, origin)
 
 
 def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:
@@ -63,13 +71,14 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
       TrainingFailed: the checkpoint holds its config in an unknown form.
     """
     before = held_history(restored.path, restored.config_history)
-    refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
+    refuse_other_run(before.config, setup.run, f"checkpoint {restored.path}")
+    refuse_other_phases(before.config, setup.run, restored.step)
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
-    history = before.resumed(restored.step, setup.config)
+    history = before.resumed(restored.step, setup.run)
     new = history.changes[len(before.changes) :]
     lines = [*map(str, new), *_consequences(new, before, history, restored.step), *of_data]
     try:
-        workdir.write_config(setup.config)
+        workdir.write_config(setup.run)
     except OSError as error:
         lines.append(
             f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it"
@@ -81,11 +90,13 @@ def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: Con
     """Lines about consequences of the changes that aren't obvious."""
     lines = []
     if any(change.consequence == "schedule" for change in new) and step < after.config.num_steps:
+        phases = [config.phase_at(step + 1) for config in (before.config, after.config)]
         rates = [
-            float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
+            float(make_schedule(phase.config.optimizer, phase.config.num_steps, phase.schedule_from)(step))
+            for phase in phases
         ]
         lines.append(
-            f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
-            f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
+            f"the learning rate follows the new schedule of {phases[1].config.num_steps} steps as if it had been so "
+            f"from the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
     return lines

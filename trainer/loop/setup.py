@@ -1,4 +1,4 @@
-"""The parts of a run before its first step, and their description in the record and the opening panel."""
+"""The parts of a run before its first step, and their description in the record and the opening lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.config import TrainConfig
+from trainer.config import RunPhase, TrainConfig
 from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
@@ -22,9 +22,11 @@ from trainer.terminal.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts of a run before its first step."""
+    """The parts of a phase of a run before its first step."""
 
-    config: TrainConfig
+    run: TrainConfig
+    """The settings of the whole run."""
+    phase: RunPhase
     corpus: Corpus
     plan: Plan
     functions: StepFunctions
@@ -42,6 +44,11 @@ class Setup:
     """Of one device; None: unknown."""
     validation_sources: tuple[str | None, ...]
     """The source of each validation batch; None: the data is no mixture."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings in this phase. `num_steps` are those of its schedule."""
+        return self.phase.config
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -69,8 +76,27 @@ class Setup:
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
         }
 
+    def phase_to_json(self) -> dict[str, Any]:
+        """The phase's entry in the run record."""
+        return {
+            "first_step": self.phase.first_step + 1,
+            "last_step": self.phase.last_step,
+            "tokens_per_step": self.tokens_per_step,
+            "sequence_length": self.config.sequence_length,
+            "mesh": dict(self.functions.mesh.shape),
+            **self.plan.to_json(),
+        }
+
+    def describe_phase(self) -> str:
+        """A line for the beginning of the phase."""
+        config, phase = self.config, self.phase
+        return (
+            f"phase {phase.index + 1} of {len(self.run.phases)}: steps {phase.first_step + 1} to {phase.last_step}, "
+            f"{config.batch_size} × {config.sequence_length:,} tokens"
+        )
+
     def facts(self) -> dict[str, str | list[str]]:
-        """The description in the opening panel."""
+        """The description in the opening lines."""
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
         gradient_bytes = bytes_per_device(self.functions.abstract_gradient)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -13,14 +13,15 @@ from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
 from trainer.compile.persistent_cache import cache_folder
-from trainer.compile.programs import CompiledSteps, compile_steps
+from trainer.compile.programs import AheadOfTime, CompiledSteps, compile_steps
 from trainer.config.resume_changes import ConfigHistory, changes_to_json
 from trainer.errors import TrainingFailed
 from trainer.launch.process_exit import COMPLETED, PREEMPTED
 from trainer.launch.watchdog import Watchdog
 from trainer.loop.attempt import Attempt
+from trainer.loop.carry import enter_phase
 from trainer.loop.evaluator import Evaluator
-from trainer.loop.initial_params import InitialParams, load_initial_params
+from trainer.loop.initial_params import InitialParams, load_initial_params, load_initial_state
 from trainer.loop.progress import Progress
 from trainer.loop.resume import restore
 from trainer.loop.saver import Saver, Snapshot, spared_steps
@@ -30,7 +31,7 @@ from trainer.loop.step_trace import StepTrace
 from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
-from trainer.observers.observer import Ending, Observers, Start, Stopped
+from trainer.observers.observer import Ending, Observers, PhaseBegun, Start
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
 from trainer.step.train_step import TrainState
@@ -41,34 +42,32 @@ class TrainingLoop:
     """Steps, evaluations and saves of a run.
 
     Args:
-      setup: data, devices and step functions.
+      setups: data, devices and step functions of each phase.
       workdir: where everything is written.
       this: the attempt: its console, record, account of time and stop signals.
       traced: steps to trace for xprof.
     """
 
-    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt, traced: range = range(0)):
-        self.setup, self.config, self.workdir = setup, setup.config, workdir
+    def __init__(self, setups: Sequence[Setup], workdir: Workdir, this: Attempt, traced: range = range(0)):
+        self.setups, self.setup, self.config, self.workdir = setups, setups[0], setups[0].run, workdir
+        config = self.config
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.peers = this.peers
-        self.times, self.history = StepTimes(), CompileHistory(cache_folder(setup.config.compilation.cache_dir))
-        listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
+        self.times, self.history = StepTimes(), CompileHistory(cache_folder(config.compilation.cache_dir))
+        listening = (config, workdir, this.console, this.record, self.history, self.times)
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
-        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times.typical_step_s, this.stalled)
+        self.watchdog = Watchdog(config.watchdog, this.account, self.times.typical_step_s, this.stalled)
         self.checkpoints = Checkpoints(
             workdir.checkpoints,
-            setup.config.checkpoint.num_kept,
-            this.console.note,
-            spared=lambda steps: spared_steps(steps, setup.config.checkpoint, self.evaluator.evaluations),
+            config.checkpoint.num_kept,
+            spared=lambda steps: spared_steps(steps, config.checkpoint, self.evaluator.evaluations),
             peers=self.peers,
             saving=self.watchdog.saving,
         )
-        self.saver = Saver(
-            self.checkpoints, workdir, setup.config, this.console, this.account, self.observers, this.stop
-        )
-        self.config_history = ConfigHistory(setup.config)
-        self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
+        self.saver = Saver(self.checkpoints, workdir, config, this.console, this.account, self.observers, this.stop)
+        self.config_history = ConfigHistory(config)
+        self.evaluator = Evaluator(self.setup, this.account, self.observers, this.stop)
         self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
         self.data_failure: TrainingFailed | None = None
         self.is_amid_skipped = False
@@ -78,16 +77,24 @@ class TrainingLoop:
         """The parameters of `init_from`, until they are in the state."""
         self.state: TrainState
         self.programs: CompiledSteps
+        self.ahead: AheadOfTime
+        """The programs of later phases."""
 
     def restore(self) -> None:
         """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
         with self.account.measure("checkpoint"), running("restoring"):
-            resumed = restore(self.checkpoints, self.setup, self.workdir, self.console)
-            if resumed.state is None:
+            resumed = restore(self.checkpoints, self.setups, self.workdir, self.console)
+            if resumed.state is None and self.config.init_optimizer == "carry":
+                state, origin = load_initial_state(self.setup, self.console, self.peers)
+                resumed = resumed._replace(state=state)
+                self.record.put(init_from=origin)
+            elif resumed.state is None:
                 self.initial = load_initial_params(self.config, self.setup.functions, self.console, self.peers)
                 self.record.put(init_from=None if self.initial is None else self.initial.origin)
         self.state, self.config_history, self.resumed_from = resumed.state, resumed.config_history, resumed.origin
+        self._enter(resumed.phase)
         self.progress.go_on_from(resumed.step)
+        self.change_phase_if_due(recompile=False)
         self.trace.check(resumed.step)
         if resumed.step < self.config.num_steps:
             self.saver.rehearse([*self.setup.functions.mesh.devices.flat])
@@ -95,13 +102,16 @@ class TrainingLoop:
     def compile(self) -> None:
         """Compiles the functions, initialises the state where nothing was restored, and tells the observers."""
         functions, initial, is_new = self.setup.functions, self.initial, self.state is None
-        with self.account.measure("compile"), self.console.working("compiling"):
+        self.console.note("compiling …")
+        with self.account.measure("compile"):
             given, on_recompile = initial is not None, self.progress.recompiled
             self.programs = compile_steps(functions, with_init=is_new, with_params=given, on_recompile=on_recompile)
             if self.programs.init_state is not None:
                 with running("init_state"):
                     arguments = () if initial is None else (initial.params,)
                     self.state = jax.block_until_ready(self.programs.init_state(*arguments))
+            later = {each.phase.index: each.functions for each in self.setups[self.setup.phase.index + 1 :]}
+            self.ahead = AheadOfTime(later, on_recompile)
         self.initial = None  # its parameters belong to the state now
         self.history.add_first(self.programs.reports)
         changes = changes_to_json(self.config_history.changes)
@@ -112,15 +122,9 @@ class TrainingLoop:
             self.console.note(warning)
         self.observers.observe(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Records what is compiled again inside, and ends the process if the run hangs there."""
-        own = (self.programs.train_step, self.programs.eval_step)
-        with (
-            self.history.watch(own, lambda: self.progress.step),
-            self.watchdog.watching(lambda: self.programs.is_compiling),
-        ):
-            yield
+    def watched(self) -> AbstractContextManager[None]:
+        """Ends the process if the run hangs inside."""
+        return self.watchdog.watching(lambda: self.programs.is_compiling)
 
     @property
     def goes_on(self) -> bool:
@@ -176,10 +180,32 @@ class TrainingLoop:
         else:
             self.saver.save(self.snapshot)
 
-    def warn_of_recompiles(self) -> None:
-        """Warns of functions that are compiled again and again."""
-        for warning in self.history.take_warnings():
-            self.console.warning(warning)
+    def change_phase_if_due(self, *, recompile: bool = True) -> None:
+        """Carries the state into the next phase, if this one is over.
+
+        Args:
+          recompile: whether its programs are needed now; otherwise `compile` compiles them.
+        """
+        step, index = self.progress.step, self.setup.phase.index
+        is_over = step >= self.setup.phase.last_step and not self.stop.requested
+        if not is_over or index + 1 == len(self.setups):
+            return
+        self.saver.finish()  # what is being saved lies where the state is now
+        with self.account.measure("checkpoint"), running("the change of phase"):
+            self.state, notes = enter_phase(self.state, self.setup, self.setups[index + 1])
+        self._enter(index + 1)
+        for line in notes:
+            self.console.note(line)
+        if recompile:
+            with self.account.measure("compile"):
+                self.programs = self.ahead.take(index + 1)
+            self.history.add_phase(step, self.programs.reports)
+            self.observers.observe(PhaseBegun(step, self.setup.describe_phase(), self.programs.reports))
+            self.times.begin_phase()
+
+    def _enter(self, index: int) -> None:
+        self.setup = self.setups[index]
+        self.evaluator.enter_phase(self.setup)
 
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this very step."""
@@ -195,7 +221,6 @@ class TrainingLoop:
             raise self.data_failure
         step, evaluator = self.progress.step, self.evaluator
         is_completed = step >= self.config.num_steps and step in evaluator.evaluations
-        self.observers.observe(Stopped())
         self.observers.observe(
             Ending(
                 status="completed" if is_completed else "preempted",
@@ -211,7 +236,7 @@ class TrainingLoop:
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished."""
         self.trace.close()
-        self.observers.observe(Stopped())
-        self.setup.batches.close()
+        for setup in self.setups:
+            setup.batches.close()
         self.saver.close()
         self.observers.close()

@@ -56,7 +56,7 @@ class RunningWindow:
         """
         config, step = self._setup.config, self._first_step + self.num_steps - 1
         periods = (config.log_every_num_steps, config.evaluation.every_num_steps, config.checkpoint.every_num_steps)
-        is_due = step == config.num_steps or any(step % period == 0 for period in periods)
+        is_due = step == self._setup.phase.last_step or any(step % period == 0 for period in periods)
         return self.num_steps > 0 and (times.first_s is None or stop.requested or is_due)
 
     def add(self, batch: BatchShare, metrics: StepMetrics) -> int | None:
@@ -98,7 +98,7 @@ class RunningWindow:
         mfu = None if capacity is None else (self._flops.causal / capacity, self._flops.noncausal / capacity)
         num_tokens = sum(int(each.num_targets) for each in metrics)
         times.add_window(len(metrics), seconds, num_tokens, mfu)
-        step, num_steps = self._first_step + len(metrics) - 1, self._setup.config.num_steps
+        step, num_steps = self._first_step + len(metrics) - 1, self._setup.run.num_steps
         optimizer = self._setup.config.optimizer
         speed = {
             "step_s": seconds / len(metrics),

@@ -1,4 +1,4 @@
-"""Prints a line on the console for each event of a run, above a progress bar."""
+"""Prints a line on the console for each event of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainer.compile.history import Recompile
 from trainer.compile.stages import CompileReport, format_stages
-from trainer.observers.observer import Advanced, Evaluated, Event, LogWindow, Observer, Sampled, Start, Stopped
+from trainer.observers.observer import Evaluated, Event, LogWindow, Observer, PhaseBegun, Sampled, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_loss, format_seconds
 
@@ -26,9 +26,9 @@ class ConsoleLines(Observer):
             case Start():
                 for line in describe_reports(event.reports):
                     self._console.note(line)
-                self._console.start_steps(event.step, event.num_steps)
-            case Advanced():
-                self._console.advance(event.step)
+            case PhaseBegun():
+                for line in (event.description, *describe_reports(event.reports)):
+                    self._console.note(line)
             case Recompile():
                 self._console.warning(str(event))
             case LogWindow():
@@ -38,23 +38,19 @@ class ConsoleLines(Observer):
                 sources = "".join(f", {name} {each:.4f}" for name, each in evaluation.nats_per_token_by_source.items())
                 self._console.note(f"step {step}: validation {loss}{sources}")
             case Sampled(step, prompt, text):
-                self._console.quote(f"step {step}: sample: ", f"{prompt}▸{text}")
-            case Stopped():
-                self._console.stop_steps()
+                self._console.note(f"step {step}: sample: {prompt}▸{text}")
 
     def _print_window(self, window: LogWindow) -> None:
         if window.failure is not None:
             return  # the message that ends the run tells it
         if window.skipped is not None:
             self._console.warning(window.skipped)
-        place, left = f"step {window.step}/{window.num_steps}", f"{format_seconds(window.left_s)} left"
-        loss = f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s"
         mfu = "" if window.mfu_causal is None else f"MFU {window.mfu_causal:.1%}  "
-        short = f"{loss}  {mfu}{left}"
-        line = (
-            f"{loss}  {format_seconds(window.step_s)}/step  {mfu}data wait {format_seconds(window.data_wait_s)}  {left}"
+        self._console.note(
+            f"step {window.step}/{window.num_steps}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  "
+            f"{format_seconds(window.step_s)}/step  {mfu}data wait {format_seconds(window.data_wait_s)}  "
+            f"{format_seconds(window.left_s)} left"
         )
-        self._console.step_line(line, short=short, done=window.step, status=left)
 
 
 def describe_reports(reports: Sequence[CompileReport]) -> list[str]:

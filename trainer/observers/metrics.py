@@ -6,9 +6,8 @@ differs were measured on other sequences, or in another way. A value that isn't 
 `recompile_s` stands only in the line of a step that waited for a program to be compiled again: the seconds that it
 waited. `time` is when the line was logged, in Unix seconds.
 
-This file is the run's one log. An attempt cuts off what lies after the step that it resumes from, and makes
-TensorBoard's files anew from the lines that remain. On a full disk lines wait in memory (`trainer/files/log_file.py`):
-a process that is killed then loses them.
+An attempt cuts off what lies after the step that it resumes from. On a full disk lines wait in memory
+(`trainer/files/log_file.py`): a process that is killed then loses them.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class LoggedEntries:
                 if VALIDATION_LOSS in entry:
                     self.evaluations[entry["step"]] = entry
         if num_unreadable:
-            self._path = set_aside(metrics, "damaged")
+            self._path = set_aside(metrics)
             console.warning(
                 f"{metrics}: {num_unreadable} unreadable lines are left out; {self._path.name} has them all"
             )
@@ -88,14 +87,13 @@ class MetricsFile(Observer):
     def observe(self, event: Event) -> None:
         match event:
             case Start(entries=entries):
-                self._log = AppendedLog(self._path, lambda: map(_to_line, entries), self._console)
+                self._log = AppendedLog(self._path, self._console, lambda: map(_to_line, entries))
             case LogWindow():
-                self.write(event.entries)
+                self._write(event.entries)
             case Evaluated():
-                self.write([event.entry])
+                self._write([event.entry])
 
-    def write(self, entries: Iterable[LogEntry]) -> None:
-        """Appends entries. The operating system then has them, whatever becomes of this process."""
+    def _write(self, entries: Iterable[LogEntry]) -> None:
         assert self._log is not None, "written before the start"
         self._log.append(*map(_to_line, entries))
 

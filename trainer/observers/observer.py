@@ -52,6 +52,17 @@ class Start:
 
 
 @dataclass(frozen=True)
+class PhaseBegun:
+    """A later phase of the run is about to make its first step."""
+
+    step: int
+    """Steps done before."""
+    description: str
+    reports: Sequence[CompileReport]
+    """Its programs, which were compiled beside the steps before."""
+
+
+@dataclass(frozen=True)
 class LogWindow:
     """The steps between two log lines. The device was idle at the beginning and at the end."""
 
@@ -156,12 +167,7 @@ class Saved:
     path: Path
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """No step follows. This comes at every end, possibly more than once."""
-
-
-Event = Start | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Stopped | Ending
+Event = Start | PhaseBegun | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Ending
 """Everything that observers hear of: `Start` first, `Ending` last, where the attempt ends well."""
 
 

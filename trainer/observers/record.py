@@ -241,10 +241,8 @@ def _read_previous(path: Path, console: Console) -> dict[str, Any]:
     try:
         return read_record(path)
     except (OSError, ValueError):
-        with contextlib.suppress(
-            OSError
-        ):  # if it can't be renamed, the record can't be written, and the next write warns
-            console.warning(f"{path} can't be read as a record; it is now {set_aside(path, 'damaged').name}")
+        with contextlib.suppress(OSError):  # then the record can't be written either, and the next write warns
+            console.warning(f"{path} can't be read as a record; it is now {set_aside(path).name}")
         return {}
 
 

@@ -1,12 +1,7 @@
-"""The closing summary of a run: its results, where they lie, and what to do with them."""
+"""The closing summary of a run: its results, and where they lie."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shlex
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,8 +69,7 @@ class Summary(Observer):
             title = f"stopped and saved at {done}; run the same command again to go on"
         else:
             title = f"stopped at {done}, with nothing to save yet; run the same command again"
-        commands = next_commands(self._config, workdir, has_checkpoint=checkpoint is not None)
-        self._console.closing(title, facts, commands)
+        self._console.closing(title, facts)
 
     def _describe_goodput(self) -> dict[str, str]:
         account = self._record["goodput"]
@@ -97,31 +91,3 @@ class Summary(Observer):
         except Exception as error:
             self._console.warning(f"{picture} can't be drawn: {type(error).__name__}: {error}")
             return False
-
-
-def next_commands(config: TrainConfig, workdir: Workdir, *, has_checkpoint: bool) -> list[str]:
-    """The commands that continue a text, if there is a checkpoint, and that show the curves."""
-    python, folder = _python(), shlex.quote(str(workdir.path))
-    tensorboard = f"{python} -m tensorboard.main --logdir {shlex.quote(str(workdir.tensorboard))}"
-    if importlib.util.find_spec("tensorboard") is None:
-        tensorboard = f"{python} -m pip install tensorboard && {tensorboard}"
-    if not has_checkpoint or not _can_sample(config):
-        return [tensorboard]
-    # A .bin file doesn't say which tokenizer made it.
-    tokenizer = " --tokenizer tokenizer.json" if config.data.known_tokenizer is None else ""
-    return [f'{python} -m trainer.sample --workdir {folder} --prompt "The "{tokenizer}', tensorboard]
-
-
-def _can_sample(config: TrainConfig) -> bool:
-    try:
-        config.model.check_looks_back_only()
-    except ValueError:
-        return False
-    return True
-
-
-def _python() -> str:
-    """The command for this Python. `make train` runs it from an environment that may not be active."""
-    found = shutil.which("python")
-    is_this = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)
-    return "python" if is_this else shlex.quote(sys.executable)

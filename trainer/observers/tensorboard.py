@@ -1,21 +1,31 @@
 """`tensorboard/`: shows what `metrics.jsonl` holds, and what compiling cost.
 
-The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and as tables in the texts
-`compile/programs` and `compile/recompile`.
+The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and what changed in the text
+`compile/recompile`.
+
+Each attempt writes a file of its own, without a queue or a thread: the operating system has an event at once. The file
+begins with TensorBoard's mark of a restart. It makes TensorBoard drop the steps of earlier files that this attempt
+takes again. TensorBoard reads files in the order of their names, which hold a number: the Unix time, or more where an
+earlier file's number is not lower.
 """
 
 from __future__ import annotations
 
-import itertools
+import os
+import re
+import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tensorboardX.proto import event_pb2
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import text as text_summary
 
-from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
+from trainer.compile.history import Recompile, report_scalars
 from trainer.compile.stages import CompileReport
-from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
+from trainer.files.log_file import AppendedLog
 from trainer.observers.observer import MIXTURE, NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
@@ -30,7 +40,7 @@ _OF_TRAINING = (
     "num_skipped",
     "num_losses_recomputed",
 )
-_COMPILE = "compile/"
+_NUMBER = re.compile(r"tfevents\.(\d{10})(?!\d)")
 
 
 class TensorBoard(Observer):
@@ -43,74 +53,68 @@ class TensorBoard(Observer):
 
     def __init__(self, folder: Path, console: Console):
         self._folder, self._console = folder, console
-        self._events: EventLog | None = None
+        self._log: AppendedLog | None = None
 
     def observe(self, event: Event) -> None:
         match event:
-            case Start():
-                self._begin(event)
+            case Start(step=step, reports=reports):
+                self._begin(first_step=step + 1 if step else 0)
+                self._write(_to_events(reports, step))
             case Recompile(step=step):
-                now = time.time()
-                table = text(f"{_COMPILE}recompile", event.to_markdown(), step, now)
-                self._write([*_reports_to_events([event.report], step, now), table])
+                self._write([*_to_events([event.report], step), _text("compile/recompile", str(event), step)])
             case LogWindow():
-                self.write(event.entries)
+                self._write(map(_to_event, event.entries))
             case Evaluated():
-                self.write([event.entry])
-
-    def _begin(self, start: Start) -> None:
-        compiled = _programs_to_events(start.reports, start.step)
-        earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
-        self._events = EventLog(
-            self._folder,
-            lambda: itertools.chain(earlier, compiled, map(_to_event, start.entries)),
-            self._console,
-        )
-
-    def write(self, entries: Iterable[LogEntry]) -> None:
-        """Appends entries. The operating system then has them."""
-        self._write(map(_to_event, entries))
+                self._write([_to_event(event.entry)])
 
     def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _begin(self, first_step: int) -> None:
+        names = os.listdir(self._folder) if self._folder.is_dir() else []
+        newest = max((int(number) for name in names for number in _NUMBER.findall(name)), default=0)
+        name = f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.flax-longcontext"
+        self._log = AppendedLog(self._folder / name, self._console)
+        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(
+            [
+                event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"),
+                event_pb2.Event(wall_time=time.time(), step=first_step, session_log=restart),
+            ]
+        )
 
     def _write(self, events: Iterable[event_pb2.Event]) -> None:
-        assert self._events is not None, "written before the start"
-        self._events.write(events)
+        assert self._log is not None, "written before the start"
+        self._log.append(*map(_to_record, events))
 
 
-def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Event]:
-    now = time.time()
-    table = text(f"{_COMPILE}programs", reports_to_markdown(reports), step, now)
-    return [*_reports_to_events(reports, step, now), table] if reports else []
+def _to_record(event: event_pb2.Event) -> bytes:
+    """A record of TensorBoard's files: the length of an event, the length's checksum, the event, its checksum."""
+    body = event.SerializeToString()
+    length = struct.pack("<Q", len(body))
+    return length + struct.pack("<I", masked_crc32c(length)) + body + struct.pack("<I", masked_crc32c(body))
 
 
-def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[event_pb2.Event]:
+def _to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Event]:
     tagged = [
-        {f"{_COMPILE}{report.name}/{name}": value for name, value in report_scalars(report).items()}
-        for report in reports
+        {f"compile/{report.name}/{name}": value for name, value in report_scalars(report).items()} for report in reports
     ]
-    return [scalars(values, step, at) for values in tagged]
-
-
-def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[event_pb2.Event]) -> list[event_pb2.Event]:
-    """The compile events of earlier attempts up to a step, without the points that new ones replace."""
-    replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
-    kept = []
-    for path in event_files(folder)[-1:]:  # it holds what was kept of the files before it
-        for event in read_events(path, _COMPILE):
-            values = [value for value in event.summary.value if (value.tag, event.step) not in replaced]
-            del event.summary.value[:]
-            event.summary.value.extend(values)
-            if values and event.step <= last_step:
-                kept.append(event)
-    return kept
+    return [_scalars(values, step, time.time()) for values in tagged]
 
 
 def _to_event(entry: LogEntry) -> event_pb2.Event:
     values = {_tag(name): value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
-    return scalars(values, int(entry["step"] or 0), entry.get("time") or time.time())
+    return _scalars(values, entry["step"], entry["time"])
+
+
+def _scalars(values: Mapping[str, float], step: int, at: float) -> event_pb2.Event:
+    summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+    return event_pb2.Event(wall_time=at, step=step, summary=summary)
+
+
+def _text(tag: str, markdown: str, step: int) -> event_pb2.Event:
+    return event_pb2.Event(wall_time=time.time(), step=step, summary=text_summary(tag, markdown))
 
 
 def _tag(name: str) -> str:

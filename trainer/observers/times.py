@@ -73,7 +73,7 @@ class TimeAccount:
 
 
 class StepTimes:
-    """Speed of an attempt's steps, from windows that begin and end with an idle device.
+    """Speed of the steps of an attempt, or of its newest phase, from windows that begin and end with an idle device.
 
     The first step is kept apart: it pays for what happens only once (buffers, autotuning).
     """
@@ -94,6 +94,10 @@ class StepTimes:
         if self.first_s is None:
             self.first_s = seconds / num_steps
         self._windows.append((num_steps, seconds, num_tokens, mfu))
+
+    def begin_phase(self) -> None:
+        """Forgets the steps so far: those of the next phase take another time."""
+        self.first_s, self._windows = None, []
 
     def typical_step_s(self) -> float | None:
         """Median seconds of a step."""

@@ -46,17 +46,13 @@ class WeightsAndBiases(Observer):
     def __init__(self, config: TrainConfig, workdir: Path, console: Console):
         self._config, self._workdir, self._console = config, workdir, console
         self._run: Any = None
-        self._recompiles: dict[int, dict[str, float]] = {}
 
     def observe(self, event: Event) -> None:
         match event:
             case Start():
                 self._begin(event)
             case Recompile():
-                # Logged with the entry of its step: W&B drops values of an older step than the last one logged.
-                scalars = report_scalars(event.report).items()
-                waiting = self._recompiles.setdefault(event.step, {})
-                waiting |= {f"compile/{event.report.name}/{name}": value for name, value in scalars}
+                self._summarise({f"compile/{event.report.name}": report_scalars(event.report)})
             case LogWindow():
                 for entry in event.entries:
                     self._log(entry)
@@ -101,7 +97,6 @@ class WeightsAndBiases(Observer):
 
     def _log(self, entry: LogEntry) -> None:
         values = {name: value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
-        values |= self._recompiles.pop(entry["step"], {})
         self._call(lambda run: run.log(values, step=entry["step"]))
 
     def _call(self, act: Callable[[Any], None]) -> None:

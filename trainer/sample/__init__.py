@@ -1,1 +1,1 @@
-"""`python -m trainer.sample`: texts from a trained model, written as they come."""
+"""`python -m trainer.sample`: texts from a trained model."""

@@ -1,6 +1,6 @@
 """`python -m trainer.sample --workdir DIR --prompt TEXT [--prompt TEXT …] [--FIELD VALUE …]`.
 
-The texts go to standard output, on a terminal as they are written; everything else to standard error. Exit status: 0
+The texts go to standard output, everything else to standard error. Exit status: 0
 completed; 1 failed; 2 a mistake in the command, the prompts, the tokenizer or the checkpoint, in one message; 130
 Ctrl-C.
 """

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
-import rich.console
 
 from kernels.backends import Task
 from layers import GPT
@@ -23,13 +20,12 @@ from trainer.config import MeshConfig
 from trainer.data import Tokenizer
 from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.sample.backends import check_backends
 from trainer.sample.sample_command import SampleCommand
-from trainer.sample.streams import make_streams, show_whole
-from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
+from trainer.sample.text import added_text, check_backends, encode_prompt
 from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
+from trainer.terminal.streams import visible
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 _DEFAULT_NUM_TOKENS = 256
@@ -47,13 +43,9 @@ def run(command: SampleCommand) -> None:
         attention backend that was named can't serve it.
       TrainingFailed: a checkpoint is damaged, the devices can't be started, or one or this machine is out of memory.
     """
-    console = Console(rich.console.Console(file=sys.stderr, highlight=False))
+    console = Console(sys.stderr)
     trained = open_run(
-        command.workdir,
-        step=command.step,
-        tokenizer=command.tokenizer,
-        rope_scaling=command.rope_scaling,
-        implementations=command.implementations,
+        command.workdir, step=command.step, tokenizer=command.tokenizer, implementations=command.implementations
     )
     for damaged in trained.checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
@@ -65,11 +57,11 @@ def run(command: SampleCommand) -> None:
     settings: dict[Task, str] = {"attention": "--implementation", "decoding": "--decode-implementation"}
     check_backends(generator, requests, command.choice, settings)
     with _explained(requests, trained, device, generator):
-        trained, restored = trained.restore_params(device)
+        restored = trained.restore_params(device)
         params = generator.lay_out(restored)
     console.note(
         f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "
-        f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.context_length:,} tokens, "
+        f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.config.sequence_length:,} tokens, "
         f"{device.device_kind}"
     )
     begun = time.perf_counter()
@@ -108,43 +100,40 @@ def _explained(
 def _show(
     tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[SampleRequest], tokenizer: Tokenizer
 ) -> tuple[int, int]:
-    """Writes the texts as they grow; returns how many tokens were added, and how many texts ended by themselves."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    streams = make_streams(len(prompts), _write, width)
-    texts = [""] * len(prompts)
+    """Writes each text once it is whole, several under their numbers.
 
-    def show(index: int, text: str) -> None:
-        texts[index] += text
-        streams[index].add(text)
-
-    growing = [GrowingText(tokenizer, request.tokens) for request in requests]
-    for index, prompt in enumerate(prompts):
-        show(index, prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}")
+    Returns:
+      How many tokens were added, and how many texts ended by themselves.
+    """
+    added: list[list[int]] = [[] for _ in requests]
     num_added = num_ended = 0
     for new in tokens:
+        request, prompt = requests[new.request], prompts[new.request]
         num_added += 1
-        if new.token == requests[new.request].stop_token:
+        if new.token == request.stop_token:
             num_ended += 1
         else:
-            show(new.request, growing[new.request].add(new.token))
+            added[new.request].append(new.token)
         if new.is_last:
-            show(new.request, growing[new.request].end())
-            streams[new.request].end()
-    if width is not None and len(texts) > 1:
-        show_whole(texts, _write)
+            shown = prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}"
+            text = shown + added_text(request.tokens, added[new.request], tokenizer)
+            text = f"{text}\n" if len(requests) == 1 else f"[{new.request + 1}]\n{text}\n\n"
+            # A terminal must obey no control character.
+            print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
     return num_added, num_ended
 
 
 def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[SampleRequest]]:
     """The prompt and the request of each text."""
-    stop_token = find_stop_token(command.stop_token, trained.tokenizer)
+    context_length, tokenizer = trained.config.sequence_length, trained.tokenizer
     prompts, requests = [], []
-    for number, prompt in enumerate(_read_prompts(command, trained.context_length), 1):
-        tokens = encode_prompt(prompt, trained.tokenizer, trained.context_length)
-        num_new_tokens = _num_new_tokens(number, tokens, command, trained)
+    for number, prompt in enumerate(_read_prompts(command, context_length), 1):
+        tokens = encode_prompt(prompt, tokenizer, context_length)
+        begins_document = tokens[0] == tokenizer.delimiters.begin
+        num_new_tokens = _num_new_tokens(number, len(tokens), begins_document, command.num_tokens, context_length)
         for seed in command.seed:
             prompts.append(prompt)
-            requests.append(SampleRequest(tokens, num_new_tokens, seed, stop_token))
+            requests.append(SampleRequest(tokens, num_new_tokens, seed, tokenizer.delimiters.end))
     return prompts, requests
 
 
@@ -159,8 +148,6 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
                     f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
                     f"{context_length:,} tokens can hold; shorten it"
                 )
-            if (place := content.find(b"\0")) >= 0:
-                raise UserMistake(f"--prompt-file {path} is no text in UTF-8: it has a NUL at byte {place:,}")
             # Any line end becomes \n, and a byte order mark is left out.
             yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
         except OSError as error:
@@ -169,34 +156,19 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
             raise UserMistake(f"--prompt-file {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
 
 
-def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, trained: TrainedRun) -> int:
-    """How many to add to a prompt's tokens. What lies past the context was never trained, so that is refused."""
-    length = len(tokens)
-    begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.delimiters.begin else ""
-    context, scaling = trained.context_length, trained.model.rope_scaling
-    limit = f"the {context:,} tokens that the model was trained on"
-    if context > trained.config.sequence_length:
-        own = trained.config.model.rope_scaling.factor
-        over = f" over the run's own {own:g}" if own > 1 else ""
-        limit = f"{context:,} tokens, the trained length times rope_scaling.factor={scaling.factor:g}{over}"
-    if length > context:
-        factor = math.ceil(length * scaling.factor / context)
-        stretch = f", or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor {factor}"
-        raise UserMistake(
-            f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
-            + (stretch if trained.model.rope_base is not None else "")
-        )
+def _num_new_tokens(number: int, length: int, begins_document: bool, wanted: int | None, context_length: int) -> int:
+    """How many to add to a prompt's tokens. The model never met positions past the context, so these are refused."""
+    limit = f"the {context_length:,} tokens that the model was trained on"
+    if length > context_length:
+        raise UserMistake(f"prompt {number} has {length:,} tokens, more than {limit}; shorten it")
     # Nothing attends to the last token, so it needs no slot of the cache.
-    room = context - length + 1
-    if command.num_tokens is None:
+    room = context_length - length + 1
+    if wanted is None:
         return min(_DEFAULT_NUM_TOKENS, room)
-    if command.num_tokens > room:
+    if wanted > room:
+        begun = " and the one that begins a document" if begins_document else ""
         raise UserMistake(
-            f"prompt {number} has {length - bool(begun):,} tokens{begun}; --num-tokens {command.num_tokens} more would "
+            f"prompt {number} has {length - begins_document:,} tokens{begun}; --num-tokens {wanted} more would "
             f"overfill the cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
         )
-    return command.num_tokens
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
+    return wanted

@@ -13,8 +13,7 @@ from layers.generator import Generator, SampleRequest
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
-from trainer.sample.backends import check_backends
-from trainer.sample.text import GrowingText, encode_prompt
+from trainer.sample.text import added_text, check_backends, encode_prompt
 from trainer.step.sharding import on_one_device
 
 
@@ -65,11 +64,10 @@ class Samples:
           Each prompt and what the model makes of it.
         """
         laid_out = on_one_device(self._generator.lay_out(params), mesh)
-        growing = [GrowingText(self._tokenizer, request.tokens) for request in self._requests]
-        texts = [""] * len(growing)
+        added: list[list[int]] = [[] for _ in self._requests]
         for new in self._generator.generate(laid_out, self._requests, self._choice):
             if new.token != self._tokenizer.delimiters.end:
-                texts[new.request] += growing[new.request].add(new.token)
-            if new.is_last:
-                texts[new.request] += growing[new.request].end()
+                added[new.request].append(new.token)
+        prompts = (request.tokens for request in self._requests)
+        texts = [added_text(*each, self._tokenizer) for each in zip(prompts, added, strict=True)]
         return zip(self._prompts, texts, strict=True)

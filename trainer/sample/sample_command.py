@@ -10,7 +10,6 @@ from typing import Annotated
 import tyro
 
 from kernels.backends import Task
-from layers import RopeScaling
 from layers.checks import check_implementation, check_numbers
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
@@ -24,11 +23,9 @@ AS_TRAINED = "as-trained"
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCommand:
-    """Continues prompts with a trained model, from the newest checkpoint of a run, and prints the texts as they grow.
+    """Continues prompts with a trained model, from the newest checkpoint of a run.
 
-    On a terminal several texts grow side by side. Each line shows the number of its text, and ⏎ where the text's line
-    ends. When all have ended, they are shown whole. Elsewhere each text is written once it is whole. Prompts from files
-    come last.
+    Each text is printed once it is whole. Prompts from files come last.
     """
 
     workdir: Path
@@ -44,12 +41,8 @@ class SampleCommand:
     choice: Annotated[TokenChoice, tyro.conf.arg(name="")] = field(default_factory=TokenChoice)
     seed: tuple[int, ...] = (0,)
     """Prompt and seed make a text, whatever grows beside it. Several: each prompt is continued with each."""
-    stop_token: int | str | None = None
-    """Token, by id or text, that ends a text. None: the one that ends a document."""
     tokenizer: str | None = None
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    """Replaces the run's own, and stretches the context past the trained length by its factor over the run's own."""
     implementation: str | None = AS_TRAINED
     """Attention backend for the prompts. as-trained: the one of the run's config; None: the fastest on this device."""
     decode_implementation: str | None = AS_TRAINED

@@ -1,17 +1,15 @@
-"""Between text and tokens: prompts, stop tokens, and text that grows by a token at a time."""
+"""Texts that somebody asks for: the prompts as tokens, the backends that serve them, and what a model adds."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from kernels import CantServe
+from kernels.backends import Task
+from layers.generator import Generator, SampleRequest
+from layers.token_choice import TokenChoice
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
-
-# Newest tokens that are decoded together: some tokenizers write a word's space depending on what precedes it, and a
-# character has up to four bytes, each of which may be a token.
-_NUM_CONTEXT_TOKENS = 8
-_REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
 
 
 def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int) -> tuple[int, ...]:
@@ -40,72 +38,31 @@ def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int) -> tuple
     return (begin, *tokens)
 
 
-def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int | None:
-    """The token that ends a text; None: no token does.
-
-    Args:
-      stop: its id or text; None: the token that ends a document.
-      tokenizer: training's.
-
-    Raises:
-      UserMistake: the tokenizer has no such token.
-    """
-    if stop is None:
-        return tokenizer.delimiters.end
-    if isinstance(stop, int):
-        if not 0 <= stop < tokenizer.vocab_size:
-            raise UserMistake(
-                f"--stop-token {stop} is not an id of the {tokenizer.name} tokenizer; "
-                f"give one below {tokenizer.vocab_size:,}, or a token's text"
-            )
-        return stop
-    found = tokenizer.find_token(stop)
-    if found is None:
-        raise UserMistake(
-            f"--stop-token {stop!r} is {len(tokenizer.encode(stop))} tokens of the {tokenizer.name} tokenizer; "
-            "give the text or the id of a single one"
-        )
-    return found
-
-
-class GrowingText:
-    """Turns tokens into text as they come, never showing half a character.
-
-    What has been shown never changes. Together it is the decoded text of all tokens, less that of the tokens before. A
-    character is shown with the token that completes it: U+FFFD for a character that lacks bytes is held back until the
-    next token.
-
-    Args:
-      tokenizer: training's.
-      before: the tokens that the text continues.
+def added_text(prompt: Sequence[int], added: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text that tokens add to a prompt's: some tokenizers write a word's space depending on what precedes it.
 
     >>> from trainer.data import ByteTokenizer
-    >>> text = GrowingText(ByteTokenizer())
-    >>> [text.add(byte) for byte in "né!".encode()], text.end()
-    (['n', '', 'é', '!'], '')
+    >>> added_text(list(b"na"), list("ïve".encode()), ByteTokenizer())
+    'ïve'
     """
+    return tokenizer.decode([*prompt, *added])[len(tokenizer.decode(prompt)) :]
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-        self._tokenizer = tokenizer
-        # Without what decoding leaves out: any number of special tokens may stand between a word and the next.
-        spoken = (token for token in reversed(before) if not tokenizer.is_skipped(token))
-        self._newest = list(itertools.islice(spoken, _NUM_CONTEXT_TOKENS))[::-1]
 
-    def add(self, token: int) -> str:
-        """The text that this token completes."""
-        if self._tokenizer.is_skipped(token):
-            return ""
-        num_shown = len(self._complete())
-        self._newest.append(token)
-        shown = self._complete()[num_shown:]
-        del self._newest[:-_NUM_CONTEXT_TOKENS]
-        return shown
+def check_backends(
+    generator: Generator, requests: Sequence[SampleRequest], choice: TokenChoice, settings: Mapping[Task, str]
+) -> None:
+    """Raises UserMistake where they don't, with the setting to change; needs no parameters.
 
-    def end(self) -> str:
-        """The text that is held back, once no token is to come."""
-        return self._tokenizer.decode(self._newest)[len(self._complete()) :]
-
-    def _complete(self) -> str:
-        """Of the newest tokens, without a character at the end that isn't complete."""
-        text = self._tokenizer.decode(self._newest)
-        return text.removesuffix(_REPLACEMENT * self._tokenizer.num_unfinished(self._newest))
+    Args:
+      generator: of the model.
+      requests: the texts.
+      choice: how tokens are chosen.
+      settings: what a user calls the choice of a backend for prompts ("attention") and for new tokens ("decoding").
+    """
+    try:
+        generator.check(requests, choice)
+    except CantServe as refused:
+        raise UserMistake(
+            f"{settings[refused.task]}={refused.implementation!r} can't serve this call: {refused.reason}; "
+            "choose another, or None for the fastest that can"
+        ) from refused

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from layers import GPTConfig, RopeScaling
+from layers import GPTConfig
 from trainer.checkpoints.parameters import FoundCheckpoint, restore_params
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
@@ -26,45 +26,27 @@ class TrainedRun:
     config: TrainConfig
     """As the run had it."""
     model: GPTConfig
-    """The run's, with its context stretched and its attention backends replaced if that was asked for."""
+    """The run's, with its attention backends replaced if that was asked for."""
     tokenizer: Tokenizer
     checkpoint: FoundCheckpoint
 
-    @property
-    def context_length(self) -> int:
-        """Tokens that the model can attend to: the trained length, times what more RoPE scaling makes of it."""
-        stretch = self.model.rope_scaling.factor / self.config.model.rope_scaling.factor
-        return int(self.config.sequence_length * max(stretch, 1.0))
-
-    def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
+    def restore_params(self, device: jax.Device) -> Any:
         """Reads the model's parameters onto one device.
-
-        Returns:
-          This run, with a newer checkpoint if the run has removed the one that was found; and its parameters.
 
         Raises:
           TrainingFailed: the checkpoint can't be read.
         """
         abstract = abstract_params(self.model, jax.sharding.SingleDeviceSharding(device))
-        checkpoint, params = restore_params(self.checkpoint, abstract)
-        return dataclasses.replace(self, checkpoint=checkpoint), params
+        return restore_params(self.checkpoint, abstract)
 
 
-def open_run(
-    path: Path,
-    *,
-    step: int | None,
-    tokenizer: str | None,
-    rope_scaling: RopeScaling,
-    implementations: Mapping[str, Any],
-) -> TrainedRun:
+def open_run(path: Path, *, step: int | None, tokenizer: str | None, implementations: Mapping[str, Any]) -> TrainedRun:
     """Opens a workdir, without writing to it.
 
     Args:
       path: the workdir; its run may be under way.
       step: of the checkpoint; None: the newest.
       tokenizer: `byte`, or the path of a `tokenizer.json`; None: the one that the config names.
-      rope_scaling: replaces the model's own, unless its kind is none.
       implementations: attention backends that replace the model's own, by the field of `GPTConfig`.
 
     Raises:
@@ -74,13 +56,6 @@ def open_run(
     saved = open_saved_run(path, setting="--workdir", step=step)
     config, checkpoint = saved.config, saved.checkpoint
     model = dataclasses.replace(config.model, **implementations)
-    if rope_scaling.kind != "none":
-        model = dataclasses.replace(model, rope_scaling=rope_scaling)
-        if all(layer.rope_base is None or layer.rope_scaling != rope_scaling for layer in model.layer_counts):
-            has = "no rotary embedding (model.rope_base is None)" if model.rope_base is None else "one for each layer"
-            raise UserMistake(
-                f"--rope-scaling.kind {rope_scaling.kind} has no effect: the model has {has}; leave it out"
-            )
     try:
         model.check_looks_back_only()
     except ValueError as error:

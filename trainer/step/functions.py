@@ -76,13 +76,16 @@ class StepFunctions:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
 
-def make_step_functions(config: TrainConfig, mesh: Mesh, plan: Plan | None = None) -> StepFunctions:
+def make_step_functions(
+    config: TrainConfig, mesh: Mesh, plan: Plan | None = None, *, schedule_from: int = 0
+) -> StepFunctions:
     """Builds the step functions of a config.
 
     Args:
       config: the experiment.
       mesh: from `make_mesh(config.mesh)`.
       plan: from `make_plan`; None: it is made here.
+      schedule_from: steps of the run before the first of `config.num_steps`.
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
@@ -91,7 +94,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh, plan: Plan | None = Non
     require_host_memory(config, mesh.devices.flat[0])
     plan = make_plan(config, mesh) if plan is None else plan
     model = functools.partial(make_model, config, mesh, plan)
-    optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
+    optimizer = make_optimizer(config.optimizer, config.num_steps, mesh, schedule_from)
     init = functools.partial(init_state, model, optimizer)
     shapes = jax.eval_shape(init)
     shardings = parameter_shardings(shapes, mesh)
@@ -107,7 +110,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh, plan: Plan | None = Non
         graphdef=nnx.split(nnx.eval_shape(model), nnx.Param)[0],
         gather=gather,
         optimizer=optimizer,
-        schedule=make_schedule(config.optimizer, config.num_steps),
+        schedule=make_schedule(config.optimizer, config.num_steps, schedule_from),
         exp_logits=plan.loss.exp_logits(plan.target),
         shardings=shardings,
         batch_sharding=of_batch,

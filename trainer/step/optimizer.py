@@ -19,7 +19,7 @@ DECAYED = frozenset({"kernel", "embedding"})
 NOT_DECAYED = frozenset({"scale", "bias", "sinks"})
 
 
-def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+def make_schedule(config: OptimizerConfig, num_steps: int, first: int = 0) -> optax.Schedule:
     """The learning rate as a function of the number of updates made before.
 
     The first update already has 1 / num_warmup_steps of the peak, since one at 0 would do nothing; update
@@ -28,7 +28,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
     Args:
       config: the peak, the shape and its parameters.
-      num_steps: updates in the whole run.
+      num_steps: updates in the whole schedule.
+      first: updates of the run before the schedule's first.
 
     Returns:
       An optax schedule: count (int, 0 for the first update) → learning rate (float32).
@@ -47,7 +48,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     def schedule(count):
         # Counted in integers: from 2**24 on float32 can't tell neighbouring steps apart. Counted from the end, so that
         # the rest of the decay is exactly 0 there, even if XLA multiplies by a rounded reciprocal.
-        step = jnp.minimum(jnp.asarray(count, jnp.int32), num_steps - 1) + 1
+        step = jnp.clip(jnp.asarray(count, jnp.int32) - first, 0, num_steps - 1) + 1
         num_left = jnp.minimum(num_steps - step, num_decay_steps)
         warmup = jnp.where(step < config.num_warmup_steps, _ratio(step, config.num_warmup_steps), 1.0)
         above_final = _ratio(num_left, num_decay_steps)
@@ -87,7 +88,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def make_optimizer(
-    config: OptimizerConfig, num_steps: int, mesh: Mesh | None = None
+    config: OptimizerConfig, num_steps: int, mesh: Mesh | None = None, first: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     """Clipping by the global norm, Adam or Muon, decoupled weight decay, and the schedule.
 
@@ -95,8 +96,9 @@ def make_optimizer(
 
     Args:
       config: hyperparameters.
-      num_steps: updates in the whole run, which the schedule spans.
+      num_steps: updates that the schedule spans.
       mesh: that the parameters lie on, and that Muon spreads its layers over; None: one device.
+      first: updates of the run before the schedule's first.
 
     Returns:
       The optimizer. With `offload_moments`, `update` takes `finite` as well; see `stream_moments`.
@@ -114,5 +116,5 @@ def make_optimizer(
         optax.clip_by_global_norm(config.clip_norm),
         moments,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        optax.scale_by_learning_rate(make_schedule(config, num_steps)),
+        optax.scale_by_learning_rate(make_schedule(config, num_steps, first)),
     )

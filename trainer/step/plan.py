@@ -1,6 +1,6 @@
 """The plan of a run's step: what serves attention, experts, tensor parallelism and loss on the devices of a mesh.
 
-The plan is made once, after the mesh. The opening panel and the record show it, and the step functions follow it.
+The plan is made once, after the mesh. The opening lines and the record show it, and the step functions follow it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Plan:
         }
 
     def describe(self) -> dict[str, str | list[str]]:
-        """The description in the opening panel: lines by name."""
+        """The description in the opening lines: lines by name."""
         return {
             "attention": describe_attention(self.attention),
             **({} if self.experts is None else {"experts": self.experts.describe()}),

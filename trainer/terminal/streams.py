@@ -2,16 +2,15 @@
 
 When a reader leaves (`| head -5`), a terminal closes or the disk behind `> log.txt` is full, a `print` raises. If the
 text still waited in a buffer, the interpreter ends with status 120 although all went well. Training goes on without its
-output. A command that exists only for its output ends instead (`reader_may_leave`).
+output. A command that exists only for its output ends when its reader leaves (`reader_may_leave`).
 
 In both, text that the stream's encoding can't write is written with escapes, and messages hold no control characters:
-`visible` replaces these, and does so in `Console`'s lines and in the texts of `trainer.sample` on a terminal, too.
+`visible` replaces these, and does so in `Console`'s lines, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import sys
@@ -20,8 +19,6 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
-_GONE_FOR_GOOD = (errno.EPIPE, errno.EIO)  # no reader, no terminal
-_CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -45,14 +42,14 @@ def outlive_readers() -> Iterator[None]:
     streams = sys.stdout, sys.stderr
     # A process that is started without a stream (`>&-`) has None in its place, and the stream's descriptor is free. No
     # file may get that descriptor, since libraries print there.
-    wrapped = [_Stream(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in streams]
+    wrapped = [_Lasting(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in streams]
     sys.stdout, sys.stderr = wrapped  # type: ignore[assignment]
     try:
         with printable_streams():
             yield
     finally:
         for stream in wrapped:
-            stream.finish()
+            _leave_nothing(stream.rich_proxied_file)
         sys.stdout, sys.stderr = streams
 
 
@@ -65,18 +62,14 @@ def writable_in_any_encoding() -> Iterator[None]:
     # A test's own stream, or a notebook's, may have another class.
     streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
     before = [stream.errors for stream in streams]
-    for stream in streams:
-        _answer_with(stream, "backslashreplace")
     try:
+        for stream in streams:
+            stream.reconfigure(errors="backslashreplace")
         yield
     finally:
         for stream, errors in zip(streams, before, strict=True):
-            _answer_with(stream, errors)
-
-
-def _answer_with(stream: Any, errors: str | None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # it flushes, and may be closed
-        stream.reconfigure(errors=errors)
+            with contextlib.suppress(OSError, ValueError):  # it flushes, and may be closed
+                stream.reconfigure(errors=errors)
 
 
 @contextlib.contextmanager
@@ -103,48 +96,39 @@ def reader_may_leave() -> Iterator[None]:
     """Ends the process quietly, with status 0, when the reader of its output leaves.
 
     Without this, Python would end in a traceback, or complain when it flushes the output at its end. A broken pipe
-    other than the output is still an error, and an exit status other than 0 is kept. If the output can't be written for
-    another reason (a full disk), the process ends with one message.
+    other than the output is still an error, and an exit status other than 0 is kept.
 
     Raises:
-      SystemExit: with status 0 when a write failed because the reader had left, with 1 when it failed otherwise.
+      SystemExit: with status 0 when a write failed because the reader had left.
     """
+    # Without those that the process was started without.
+    streams = [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+    ended: SystemExit | None = None
     try:
-        ended: SystemExit | None = None
         try:
             with printable_streams():
                 yield
         except SystemExit as exit_:
-            if exit_.code:
-                raise
             ended = exit_
-        for stream in _streams():  # buffers may hold text that isn't written yet
+        for stream in streams:  # buffers may hold text that isn't written yet
             stream.flush()
-        if ended is not None:
-            raise ended
     except BrokenPipeError:
-        if not any(_reader_has_left(stream.fileno()) for stream in _streams()):
+        if not any(_reader_has_left(stream) for stream in streams):
             raise
-        raise SystemExit(0) from None
-    except OSError as error:
-        if error.errno not in _CANNOT_BE_WRITTEN:
-            raise
-        with contextlib.suppress(OSError):
-            print(f"error: {error.filename or 'the output'} can't be written: {error.strerror}", file=sys.stderr)
-        raise SystemExit(1) from None
+        ended = ended or SystemExit(0)
     finally:
-        for stream in _streams():
-            if not _can_be_flushed(stream) or _reader_has_left(stream.fileno()):
-                # The interpreter then flushes what is left in the buffer to nowhere.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for stream in streams:
+            _leave_nothing(stream)
+    if ended is not None:
+        raise ended
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
-class _Messages:
-    """A text stream for messages, whose control characters become visible signs."""
+class _Wrapped:
+    """A text stream around another one."""
 
     def __init__(self, stream: TextIO):
         self.rich_proxied_file = stream
@@ -153,76 +137,48 @@ class _Messages:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
 
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+class _Messages(_Wrapped):
+    """A text stream for messages, whose control characters become visible signs."""
+
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(visible(text))
         return len(text)
 
-    def writelines(self, lines: Iterator[str]) -> None:
-        for line in lines:
-            self.write(line)
 
-
-class _Stream:
+class _Lasting(_Wrapped):
     """A text stream whose writes never raise `OSError`."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._answer(error)
-            return len(text)
-
-    def writelines(self, lines: Iterator[str]) -> None:
-        for line in lines:
-            self.write(line)
+        with contextlib.suppress(OSError):
+            self.rich_proxied_file.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._answer(error)
-
-    def finish(self) -> None:
-        """Leaves nothing in the buffer that the interpreter would fail to write when it ends."""
-        try:
-            self._stream.flush()
-        except OSError:
-            self._discard()
-
-    def _answer(self, error: OSError) -> None:
-        if error.errno in _GONE_FOR_GOOD:
-            self._discard()
-
-    def _discard(self) -> None:
-        """Discards what is buffered, and all that follows."""
         with contextlib.suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-            self._stream.flush()
+            self.rich_proxied_file.flush()
 
 
-def _streams() -> list[TextIO]:
-    """Standard output and standard error, unless the process was started without them."""
-    return [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
-
-
-def _can_be_flushed(stream: TextIO) -> bool:
+def _leave_nothing(stream: TextIO) -> None:
+    """Leaves nothing in the buffer that the interpreter would fail to write when it ends."""
     try:
         stream.flush()
+        is_gone = _reader_has_left(stream)
     except OSError:
-        return False
-    return True
+        is_gone = True
+    if is_gone:
+        with contextlib.suppress(OSError):
+            descriptor = stream.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            stream.flush()
 
 
-def _reader_has_left(descriptor: int) -> bool:
-    """True if a descriptor is the writing end of a pipe that nobody reads any more."""
+def _reader_has_left(stream: TextIO) -> bool:
+    """True if a stream writes to a pipe that nobody reads any more."""
     poll = select.poll()
-    poll.register(descriptor, 0)
+    poll.register(stream.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,10 +1,9 @@
-"""Measures attention backends side by side: speed, error against float64, compile time.
+"""Measures attention backends side by side: speed, or error against float64.
 
     python -m experiments.benchmarks.attention --cases window_1024 --backends blockwise xla
     python -m experiments.benchmarks.attention --suite hopper --output rows.jsonl
     python -m experiments.benchmarks.attention --suite hopper --backends mosaic_gpu cudnn --check
     python -m experiments.benchmarks.attention --suite fa3 --output rows.jsonl
-    python -m experiments.benchmarks.attention --cases gpt2_causal --backends mosaic_gpu --compile-lengths 4096 131072
 
 A backend's name is one of the backends' table, or with a form of its backward behind it (`triton_split`), or of another
 attention, where that is installed: `xla`, which is `jax.nn.dot_product_attention(implementation="xla")` and builds the
@@ -23,23 +22,21 @@ PyTorch and JAX share a GPU's memory: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.attention.accuracy import measure_errors, quantities
-from experiments.benchmarks.attention.cases import FA3, HOPPER, TRITON, WINDOWS, Case, known_cases
+from experiments.benchmarks.attention.cases import CASES, FA3, HOPPER, TRITON, WINDOWS, Case
 from experiments.benchmarks.attention.contenders import FORMS
-from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
+from experiments.benchmarks.attention.measure import measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
-from experiments.benchmarks.command_line import read_arguments
+from experiments.benchmarks.command_line import append_rows, read_arguments, require_known, table_console
 from kernels.backends import BACKENDS
 from trainer.terminal.streams import reader_may_leave
 
@@ -85,8 +82,6 @@ class AttentionArguments:
     check_length: int | None = None
     """Tokens at which errors are measured, where a case is longer; a case's own length if not given. The truth takes
     12·T²·H operations in float64 for each query head, masked or not."""
-    compile_lengths: tuple[int, ...] = ()
-    """Instead of the speed, measure the first compile of forward and backward at these lengths."""
     num_rounds: int = 5
     """Rounds in which each backend is timed once; the median counts."""
     sample_ms: float = 200.0
@@ -99,17 +94,14 @@ class AttentionArguments:
     """Least length of one program, in ms: it makes as many calls, up to 16, each on inputs of its own, since a call
     that is over before the host has started the next one would be timed as the host."""
     dense_gigabytes: float = 6.0
-    """Memory that `xla` may take, by XLA's own estimate."""
+    """Memory that the logits, weights and their gradients of `xla` may take."""
     output: Path | None = None
     """File that the JSON lines are appended to, each case's as soon as it is measured."""
 
     def __post_init__(self):
-        if self.check and self.compile_lengths:
-            raise ValueError("--check and --compile-lengths are measurements of their own; give one at a time")
-        known_cases(self.chosen.cases)
-        known = (*(backend.name for backend in BACKENDS), *FORMS, *PEERS, *TORCH_PEERS, "xla")
-        if unknown := set(self.chosen.backends) - set(known):
-            raise ValueError(f"unknown backends {sorted(unknown)}; expected some of {', '.join(known)}")
+        require_known(self.chosen.cases, CASES, "cases")
+        known = (*(backend.name for backend in BACKENDS), *FORMS, *PEERS, *TORCH_PEERS)
+        require_known(self.chosen.backends, known, "backends")
         if self.chosen.baseline not in self.chosen.backends:
             raise ValueError(f"baseline={self.baseline!r} is none of the backends {', '.join(self.chosen.backends)}")
 
@@ -131,8 +123,6 @@ def measure(name: str, case: Case, arguments: AttentionArguments) -> list[dict[s
     chosen = arguments.chosen
     if arguments.check:
         return measure_errors(name, case, chosen.backends, baseline=chosen.baseline, length=arguments.check_length)
-    if arguments.compile_lengths:
-        return measure_compilation(name, case, chosen.backends, arguments.compile_lengths)
     return measure_speed(
         name,
         case,
@@ -150,9 +140,7 @@ def headings(case: Case, arguments: AttentionArguments) -> tuple[str, ...]:
     baseline = arguments.chosen.baseline
     if arguments.check:
         return ("backend", *(f"{quantity}: rms (× {baseline}), largest" for quantity in quantities(case)))
-    if arguments.compile_lengths:
-        return ("backend", "length", "trace and lower", "compile")
-    return ("backend", "direction", "ms", "TFLOP/s", f"× {baseline}", "of roofline", "temporaries", "compile")
+    return ("backend", "direction", "ms", "TFLOP/s", f"× {baseline}", "temporaries", "compile")
 
 
 def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
@@ -162,14 +150,11 @@ def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
         for quantity, error in row["errors"].items():
             ratio = f" ({row['error_ratios'][quantity]:.2f})" if quantity in row["error_ratios"] else ""
             yield f"{error['rms']:.1e}{ratio}, {error['largest']:.1e}"
-    elif "lower_s" in row:
-        yield from (f"{row['length']:,}", f"{row['lower_s']:.2f} s", f"{row['compile_s']:.2f} s")
     else:
         scaled = "" if row["measured_at_length"] == row["length"] else f" (from {row['measured_at_length']:,})"
         memory = row["temporary_bytes"]
         yield from (row["direction"], f"{row['seconds'] * 1e3:,.3f}{scaled}", f"{row['tflops_per_s']:,.1f}")
         yield f"{row['speed_ratios'][baseline]:.3f}" if baseline in row["speed_ratios"] else ""
-        yield "" if row["roofline"] is None else f"{max(row['roofline'].values()) / row['seconds']:.0%}"
         yield "" if memory is None else f"{memory / 1e6:,.0f} MB"
         yield f"{row['compile_s']:.1f} s"
 
@@ -181,16 +166,14 @@ def main(arguments: AttentionArguments) -> int:
       The exit status: 1 if nothing was measured.
     """
     num_measured = 0
-    console = Console() if Console().is_terminal else Console(width=160)
-    for name, case in known_cases(arguments.chosen.cases).items():
+    console = table_console()
+    for name in arguments.chosen.cases:
+        case = CASES[name]
         rows = measure(name, case, arguments)
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_rows(arguments.output, rows)
         table = Table(*headings(case, arguments), title=name, title_justify="left")
         for row in rows:
-            if row.keys() & {"seconds", "lower_s", "errors"}:
+            if row.keys() & {"seconds", "errors"}:
                 table.add_row(*cells(row, arguments.chosen.baseline))
         num_measured += table.row_count
         console.print(table)

@@ -207,17 +207,6 @@ def _document_lengths(case: Case, length: int, rng: np.random.Generator) -> np.n
     return np.diff(np.unique(np.concatenate([[0], ends])))
 
 
-def known_cases(names: tuple[str, ...]) -> dict[str, Case]:
-    """The cases of these names.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    if unknown := set(names) - set(CASES):
-        raise ValueError(f"unknown cases {sorted(unknown)}; expected some of {', '.join(CASES)}")
-    return {name: CASES[name] for name in names}
-
-
 def describe(case: Case) -> dict[str, Any]:
     """A case as JSON."""
     return {**{name: getattr(case, name) for name in case.__dataclass_fields__}, "mask": repr(case.mask)}

@@ -36,7 +36,7 @@ def compile_contender(
 
     Args:
       backend: a name or a tuning of the backends' table, or a name of FORMS, of PEERS or of TORCH_PEERS.
-      dense_gigabytes: temporary memory that `xla` may take.
+      dense_gigabytes: memory that the logits, weights and their gradients of `xla` may take.
 
     Raises:
       ValueError: ours can't serve the problem. Others raise what they like.
@@ -45,28 +45,24 @@ def compile_contender(
     if isinstance(backend, str) and backend in TORCH_PEERS:
         return compile_torch(problem, backend, direction)
     length = problem.length
-    if backend == "xla":
-        # No length needs to be compiled at which two arrays of weights alone don't fit, one each way.
-        weights = problem.case.batch * problem.case.num_heads * np.dtype(problem.case.dtype).itemsize
-        while 2 * weights * length * problem.case.num_keys(length) > dense_gigabytes * 1e9:
-            length //= 2
-    while True:
-        shorter = problem if length == problem.length else make_problem(problem.case, length)
-        begin = time.perf_counter()
-        program, _ = compile_lowering(lower(shorter, backend, direction), name=direction)
-        compile_s = time.perf_counter() - begin
-        memory = program.memory_analysis()
-        assert memory is not None, "every platform of JAX's own has it"
-        if backend != "xla" or memory.temp_size_in_bytes < dense_gigabytes * 1e9:
-            return AttentionContender(
-                backend if isinstance(backend, str) else repr(backend),
-                functools.partial(program, shorter.arrays, shorter.segment_ids),
-                jax.block_until_ready,
-                length,
-                compile_s,
-                memory.temp_size_in_bytes,
-            )
+    # The logits, the weights and the gradients of both, in float32.
+    per_pair = 4 * 4 * problem.case.batch * problem.case.num_heads
+    while backend == "xla" and per_pair * length * problem.case.num_keys(length) > dense_gigabytes * 1e9:
         length //= 2
+    problem = problem if length == problem.length else make_problem(problem.case, length)
+    begin = time.perf_counter()
+    program, _ = compile_lowering(lower(problem, backend, direction), name=direction)
+    compile_s = time.perf_counter() - begin
+    memory = program.memory_analysis()
+    assert memory is not None, "every platform of JAX's own has it"
+    return AttentionContender(
+        backend if isinstance(backend, str) else repr(backend),
+        functools.partial(program, problem.arrays, problem.segment_ids),
+        jax.block_until_ready,
+        length,
+        compile_s,
+        memory.temp_size_in_bytes,
+    )
 
 
 def compile_calls(

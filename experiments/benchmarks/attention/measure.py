@@ -1,4 +1,4 @@
-"""Measurements of one case: times or compile seconds, as rows of JSON."""
+"""The times of one case, as rows of JSON."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 import jax
 
 from experiments.benchmarks.attention.cases import Case, Direction, describe, make_problem
-from experiments.benchmarks.attention.contenders import compile_calls, compile_contender, lower
-from experiments.benchmarks.attention.roofline import roofline
+from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
 from experiments.benchmarks.attention.timing import AttentionContender, how_many_last, speed_ratio, time_in_rounds
-from trainer.compile.stages import compile_lowering
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
 # More rounds don't change the figures, and take memory and time to compile.
@@ -36,8 +34,8 @@ def measure_speed(
 ) -> list[dict[str, Any]]:
     """Times of one case, backend × (forward, backward, both); the arguments are the command's.
 
-    A row's `speed_ratios` are the others' times over its own; its `roofline` is the call's on this device. A backend
-    that can't serve a direction has a row with the reason in place of the times.
+    A row's `speed_ratios` are the others' times over its own. A backend that can't serve a direction has a row with the
+    reason in place of the times.
     """
     problem = make_problem(case)
     common = {"case": name, **describe(case), "num_pairs": problem.num_pairs, **where()}
@@ -67,7 +65,6 @@ def measure_speed(
     for measured in ("forward", "backward", "forward_backward"):
         compiled: Direction = "forward" if measured == "forward" else "forward_backward"
         seconds = {b: _seconds(case, served, measured) for b, served in contenders.items() if compiled in served}
-        bounds = roofline(problem, measured, common["device"])
         for backend, times in seconds.items():
             contender = contenders[backend][compiled]
             row = {
@@ -84,7 +81,6 @@ def measure_speed(
                 "calls_per_program": contender.calls_per_program,
                 "measured_at_length": contender.length,
                 "tflops_per_s": problem.flops(measured) / statistics.median(times) / 1e12,
-                "roofline": None if bounds is None else bounds._asdict(),
                 "compile_s": contender.compile_s,
                 "temporary_bytes": contender.temporary_bytes,
                 "speed_ratios": {other: speed_ratio(theirs, times) for other, theirs in seconds.items()},
@@ -95,29 +91,14 @@ def measure_speed(
 
 def _seconds(case: Case, served: dict[Direction, AttentionContender], measured: str) -> list[float]:
     """A backend's times in each round, scaled to the case's length."""
-    compiled: Direction = "forward" if measured == "forward" else "forward_backward"
-    scale = (case.length / served[compiled].length) ** 2
-    if measured != "backward":
-        return [s * scale for s in served[compiled].seconds]
-    forward_scale = (case.length / served["forward"].length) ** 2
-    rounds = zip(served["forward"].seconds, served["forward_backward"].seconds, strict=True)
-    return [both * scale - forward * forward_scale for forward, both in rounds]
-
-
-def measure_compilation(name: str, case: Case, backends: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Seconds that a first compile of forward and backward takes, at several lengths."""
-    rows = []
-    for backend in backends:
-        for length in lengths:
-            row = {"case": name, **describe(case), "length": length, **where(), "backend": backend}
-            problem = make_problem(case, length)
-            try:
-                _, report = compile_lowering(lower(problem, backend, "forward_backward"), name="forward_backward")
-            except Exception as refusal:  # as above
-                rows.append({**row, "refused": reason(refusal)})
-                break
-            rows.append({**row, "lower_s": report.trace_s + report.lower_s, "compile_s": report.compile_s})
-    return rows
+    forward = served["forward"]
+    scale = (case.length / forward.length) ** 2
+    if measured == "forward":
+        return [scale * seconds for seconds in forward.seconds]
+    both = [scale * seconds for seconds in served["forward_backward"].seconds]
+    if measured == "forward_backward":
+        return both
+    return [total - scale * seconds for total, seconds in zip(both, forward.seconds, strict=True)]
 
 
 def reason(refusal: Exception) -> str:

@@ -13,17 +13,6 @@ from typing import Any
 from kernels import Mask, parse_mask
 
 REPOSITORY = Path(__file__).parents[3]
-RESULTS = {
-    suite: REPOSITORY / "experiments/benchmarks/results" / name
-    for suite, name in (
-        ("hopper", "attention_hopper_h200.jsonl"),
-        ("fa3", "attention_fa3_h100.jsonl"),
-        ("fa3_h200", "attention_fa3_h200.jsonl"),
-        ("windows", "attention_windows_h100.jsonl"),
-        ("windows_h200", "attention_windows_h200.jsonl"),
-    )
-}
-"""Suite → the rows that its table and its picture are made from."""
 NEXT = {
     "pallas_mosaic": "JAX's Pallas, Mosaic",
     "pallas_triton": "JAX's Pallas, Triton",

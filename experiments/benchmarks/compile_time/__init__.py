@@ -1,1 +1,1 @@
-"""Compile time and memory of attention and of whole training steps against the sequence's length."""
+"""Compile time of attention against the sequence's length."""

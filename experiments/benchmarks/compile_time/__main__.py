@@ -1,128 +1,185 @@
-"""Compile time against context length: dense masks, JAX's lazy ones, and ours.
+"""Compile time of attention against context length: dense masks, JAX's lazy ones, and ours.
 
-    python -m experiments.benchmarks.compile_time --target v5p:2x2x1 --output compile_time.jsonl --plot compile_time.png
+    python -m experiments.benchmarks.compile_time --target v5p:2x2x1 --sources ours upstream_lazy --limit-s 120
 
 No TPU is needed: programs for one are compiled ahead of time by libtpu (the `tpu` extra). Without `--target` the
-programs are for this machine's devices. Most of a sweep's time goes into the dense cases and those that run into
-their limit; each case is printed as it is done, and Ctrl-C keeps what was measured.
+programs are for this machine's devices. Each case has a process of its own, and is printed as soon as it is done. One
+that is stopped or fails ends its series, of which the longer cases aren't tried.
+`python -m trainer.compile` measures a whole training step.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import platform
+import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from experiments.benchmarks.command_line import read_arguments
-from experiments.benchmarks.compile_time.measure import CompileCase, Source, Subject, read_mask
-from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
-from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
+from experiments.benchmarks.command_line import append_rows, read_arguments
+from experiments.benchmarks.compile_time.measure import CompileCase, Source, read_mask
+from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
+from trainer.hardware import expected_platform, installed_versions, resident_bytes
 from trainer.terminal.streams import reader_may_leave
+from trainer.terminal.units import format_bytes
+
+Row = dict[str, Any]
+"""A case's fields, `status` ("measured", "stopped" or "failed"), and the figures or a `message`."""
+
+_STAGES = ("first_trace_s", "lower_s", "compile_s")
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Measures trace, lower and compile seconds and resident memory against the length."""
+    """Measures trace, lower and compile seconds of forward and backward of one attention call."""
 
     target: str | None = None
     """Topology to compile for, such as v5p:2x2x1 or h200:1; None: this machine's devices."""
-    subjects: tuple[Subject, ...] = ("attention",)
-    """attention: forward and backward of one call; train_step: the whole step of `config`."""
-    sources: tuple[Source, ...] | None = None
-    """Source of the kernel's mask; None: all three for attention on a TPU, else ours, the only one."""
+    sources: tuple[Source, ...] = ("ours",)
+    """Source of the kernel's mask; `dense` and `upstream_lazy` are those of JAX's TPU kernel."""
     masks: tuple[str, ...] = ("causal",)
     """Names from MASKS in measure.py, or masks as Python writes them."""
-    lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
+    lengths: tuple[int, ...] = (4096, 32_768, 131_072)
     """Tokens in a sequence."""
     limit_s: float = 300.0
-    """Seconds for a case; one that takes longer is stopped, and the longer ones of its series aren't tried."""
+    """Seconds for a case."""
     limit_gigabytes: float = round(0.75e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1)
-    """Limit on a case's resident memory; by default three quarters of this machine's."""
-    config: str = "experiments/gpt_32k.py"
-    """Config of the training step; its layers all get the mask."""
+    """Limit on a case's resident memory, on Linux; by default three quarters of this machine's."""
     num_heads: int = 16
     num_kv_heads: int = 2
     head_dim: int = 256
-    num_repeats: int = 7
-    """Traces of which the median counts, where one takes less than a second."""
     output: Path | None = None
     """File that the JSON lines are appended to, each as soon as it is measured."""
-    plot: Path | None = None
-    """PNG file (the `plots` extra)."""
 
     def __post_init__(self):
         for mask in self.masks:
             read_mask(mask, self.num_heads)
 
-    def series(self) -> Iterator[list[CompileCase]]:
-        """Cases that differ in length only, together."""
-        for subject in self.subjects:
-            for mask in self.masks:
-                for source in self.sources or sources_for(self.target, subject):
-                    yield [
-                        CompileCase(
-                            subject=subject,
-                            source=source,
-                            mask=mask,
-                            length=length,
-                            target=self.target,
-                            config=self.config,
-                            num_heads=self.num_heads,
-                            num_kv_heads=self.num_kv_heads,
-                            head_dim=self.head_dim,
-                            num_repeats=self.num_repeats,
-                        )
-                        for length in sorted(self.lengths)
-                    ]
+    def cases(self, mask: str, source: Source) -> list[CompileCase]:
+        """Cases that differ in length only, the shortest first."""
+        sizes = self.target, self.num_heads, self.num_kv_heads, self.head_dim
+        return [CompileCase(source, mask, length, *sizes) for length in sorted(self.lengths)]
+
+
+def run_case(case: CompileCase, limit_s: float, limit_bytes: float) -> Row:
+    """Measures one case in a process of its own, which is stopped at a limit.
+
+    Raises:
+      UserMistake: the case can't be compiled at all.
+    """
+    row: Row = asdict(case)
+    environment = dict(os.environ)
+    if case.target is not None:
+        environment |= parse_topology(case.target).environment()
+    command = [sys.executable, "-m", "experiments.benchmarks.compile_time.measure", json.dumps(row)]
+    row |= {"limit_s": limit_s, "limit_bytes": limit_bytes}
+    begun = time.perf_counter()
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while True:
+                try:
+                    output, errors = process.communicate(timeout=_POLL_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if time.perf_counter() - begun > limit_s:
+                        return row | {"status": "stopped", "message": f"at {limit_s:g} s"}
+                    if (resident_bytes(process.pid) or 0) > limit_bytes:
+                        return row | {"status": "stopped", "message": f"at {format_bytes(int(limit_bytes))}"}
+        finally:
+            process.kill()
+    if process.returncode == 2:
+        raise UserMistake(errors.splitlines()[-1].removeprefix("error: "))
+    if process.returncode:
+        return row | {"status": "failed", "message": describe_failure(process.returncode, errors)}
+    return row | {"status": "measured"} | json.loads(output.splitlines()[-1])
+
+
+def describe_failure(status: int, errors: str) -> str:
+    """The error at the end of a traceback; JAX puts a hint to its own settings behind it."""
+    if status < 0:
+        return f"ended by {signal.Signals(-status).name}"
+    lines = [line for line in errors.splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (raised or lines or [f"exit status {status}"])[-1]
+
+
+def sweep(arguments: Arguments) -> Iterator[Row]:
+    """Measures case after case."""
+    about = {
+        **installed_versions(("jax", "jaxlib", "libtpu")),
+        "python": platform.python_version(),
+        "cpu": _cpu_model(),
+        "num_cores": os.cpu_count(),
+        "date": datetime.date.today().isoformat(),
+    }
+    for mask in arguments.masks:
+        for source in arguments.sources:
+            for case in arguments.cases(mask, source):
+                row = run_case(case, arguments.limit_s, 1e9 * arguments.limit_gigabytes) | about
+                yield row
+                if row["status"] != "measured":
+                    break
+
+
+def check_target(arguments: Arguments) -> None:
+    """Refuses a target and sources before any case is started.
+
+    Raises:
+      UserMistake: an unknown topology, its compiler is missing, or sources that the target doesn't have.
+    """
+    target_platform = expected_platform()
+    if arguments.target is not None:
+        topology = parse_topology(arguments.target)
+        topology.require_compiler()
+        target_platform = topology.platform
+    baselines = [source for source in arguments.sources if source != "ours"]
+    if baselines and target_platform != "tpu":
+        raise UserMistake(
+            f"{' and '.join(baselines)} masks are those of JAX's TPU kernel; give --target a TPU topology, "
+            "or --sources ours"
+        )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def describe(row: Row) -> str:
+    """A case in one line."""
+    head = f"{row['mask']}, {row['source']}, {row['length']:,}"
+    if row["status"] != "measured":
+        return f"{head}: {row['status']}: {row['message']}"
+    trace, lower, compiling = (f"{row[stage]:.3f} s" for stage in _STAGES)
+    return f"{head}: trace {trace}, lower {lower}, compile {compiling}, {format_bytes(row['peak_bytes'])} resident"
 
 
 def main(arguments: Arguments) -> int:
-    """Measures, writes, prints, draws; returns the exit status."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
-    rows: list[Row] = []
-    status = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    """Measures, writes and prints; returns the exit status."""
     try:
-        check_target(arguments.target, arguments.subjects, arguments.sources or ())
-        series = list(arguments.series())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("", total=sum(map(len, series)))
-
-            def on_start(case: CompileCase) -> None:
-                progress.update(task, description=f"{case.subject}, {case.mask}, {case.source}, {case.length:,}")
-
-            limits = Limits(arguments.limit_s, int(arguments.limit_gigabytes * 1e9))
-            for row in sweep(series, limits, on_start):
-                rows.append(row)
-                if arguments.output is not None:
-                    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-                    with arguments.output.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-                progress.console.print(describe(row), markup=False, soft_wrap=True)
-                progress.advance(task)
+        check_target(arguments)
+        for row in sweep(arguments):
+            append_rows(arguments.output, [row])
+            print(describe(row), flush=True)
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        console.print("stopped; this is what was measured")
-        status = 130
-    if not rows:
-        return status
-    console.print(make_table(rows))
-    for line in [*ratios(rows), *compare_tiles(rows)]:
-        console.print(line, markup=False)
-    if arguments.plot is not None:
-        draw(rows, arguments.plot)
-        console.print(f"drawn: {arguments.plot}", markup=False)
-    return status
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,34 +1,29 @@
-"""One case of the compile-time table, measured in a process of its own.
+"""One case of the compile-time benchmark, measured in a process of its own.
 
-    python -m experiments.benchmarks.compile_time.measure '{"subject": "attention", "source": "ours", …}'
+    python -m experiments.benchmarks.compile_time.measure '{"source": "ours", "mask": "causal", …}'
 
-prints the measurement as its last line. A process of its own, so that memory is the case's alone, and so that no case
-finds another's work in a cache. The cost of the first use in a process (imports, Pallas, JAX's library functions)
-doesn't count: the same function is first traced at a small length. A trace that is short is repeated; each one is of a
-new function, with the caches of masks and plans emptied, so that all that depends on the mask is done anew.
+prints the measurement as its last line. No case finds another's work in a cache, and memory is the case's alone. The
+cost of the first use in a process (imports, Pallas, JAX's library functions) doesn't count: the same function is first
+traced at a small length.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
+import itertools
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
 from trainer.errors import UserMistake
-from trainer.hardware import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.hardware import peak_resident_bytes
 
 if TYPE_CHECKING:
     import jax
 
-Subject = Literal["attention", "train_step"]
 Source = Literal["dense", "upstream_lazy", "ours"]
 """Where a kernel has its mask from."""
 
@@ -37,9 +32,6 @@ WINDOW = CausalMask() & LocalMask(4095, 0)
 MASKS: dict[str, Mask] = {"causal": CausalMask(), "window_4096": WINDOW, "prefix_1024": CausalMask() | PrefixMask(1024)}
 
 _WARM_UP_LENGTH = 1536
-_LONG_TRACE_S = 1.0
-# To count tiles of a dense mask means to hash it once more for each pass.
-_LONGEST_COUNTED = 16_384
 
 
 def read_mask(text: str, num_heads: int) -> Mask:
@@ -53,124 +45,66 @@ def read_mask(text: str, num_heads: int) -> Mask:
     return MASKS[text] if text in MASKS else parse_mask(text)
 
 
-def our_implementation(platform: str) -> str:
-    """The attention backend that is timed on a platform."""
-    return "splash" if platform == "tpu" else "blockwise"
-
-
 @dataclass(frozen=True)
 class CompileCase:
-    """A program to compile."""
+    """Forward and backward of one attention call, batch 1, bfloat16.
 
-    subject: Subject
+    Attributes:
+      mask: a name from MASKS, or as `kernels.parse_mask` reads it.
+      target: a topology's name; None: this machine's devices.
+    """
+
     source: Source
-    """Source of the kernel's mask."""
     mask: str
-    """A name from MASKS, or as `kernels.parse_mask` reads it."""
     length: int
     target: str | None
-    """A topology's name; None: this machine's devices."""
-    config: str
-    """Config file of the training step."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_repeats: int
-    """Traces of which the median counts, where one takes less than a second."""
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The cost of compiling a case."""
-
-    trace_s: float
-    lower_s: float
-    compile_s: float
-    first_trace_s: float
-    """At this length; later ones find JAX's library functions traced for its shapes."""
-    num_traces: int
-    fastest_trace_s: float
-    slowest_trace_s: float
-    trace_peak_bytes: int
-    """Most memory that was resident during the first trace, JAX and libtpu themselves included."""
-    trace_rise_bytes: int
-    """The part of it that tracing added, after the warm-up."""
-    peak_bytes: int
-    """Most that was resident from then on to the end of compiling."""
-    visited_tiles: dict[str, int] | None
-    """Tiles of each pass of attention, over all heads; None: not counted (another subject or platform, too long)."""
-
-
-def measure(case: CompileCase) -> Measurement:
-    """Compiles a case, timing each stage.
+def measure(case: CompileCase) -> dict[str, float]:
+    """Compiles a case: the seconds of each stage, and the most bytes that were resident.
 
     Raises:
-      UserMistake: the target or the config can't be used.
+      UserMistake: the target can't be used.
     """
     import jax
 
-    from trainer.compile.stages import lower_in_stages
-
-    devices = _devices(case.target)
-    make = _attention if case.subject == "attention" else _train_step
-    function, arguments = make(dataclasses.replace(case, length=_WARM_UP_LENGTH), devices)
-    lower_in_stages(function, *arguments)
-
-    def prepare() -> tuple[Any, tuple[Any, ...]]:
-        _forget_masks()
-        gc.collect()
-        return make(case, devices)
-
-    function, arguments = prepare()
-    reset_peak()
-    before = resident_bytes() or peak_resident_bytes()
-    traced, seconds = _trace(function, arguments)
-    trace_peak = peak_resident_bytes()
-    traces = [seconds]
-    while traces[0] < _LONG_TRACE_S and len(traces) < case.num_repeats:
-        traced, seconds = _trace(*prepare())
-        traces.append(seconds)
-
+    device = _device(case.target)
+    function, arguments = _attention(dataclasses.replace(case, length=_WARM_UP_LENGTH), device)
+    function.lower(*arguments)
     jax.config.update("jax_enable_compilation_cache", False)
-    begun = time.perf_counter()
-    lowered = traced.lower()
-    was_lowered = time.perf_counter()
-    lowered.compile()
-    compile_s = time.perf_counter() - was_lowered
-    peak = peak_resident_bytes()
-    return Measurement(
-        trace_s=statistics.median(traces),
-        lower_s=was_lowered - begun,
-        compile_s=compile_s,
-        first_trace_s=traces[0],
-        num_traces=len(traces),
-        fastest_trace_s=min(traces),
-        slowest_trace_s=max(traces),
-        trace_peak_bytes=trace_peak,
-        trace_rise_bytes=trace_peak - before,
-        peak_bytes=peak,
-        visited_tiles=_visited_tiles(case, arguments, devices[0]),
-    )
 
-
-def _trace(function: Any, arguments: tuple[Any, ...]) -> tuple[Any, float]:
-    begun = time.perf_counter()
+    function, arguments = _attention(case, device)
+    times = [time.perf_counter()]
     traced = function.trace(*arguments)
-    return traced, time.perf_counter() - begun
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    lowered.compile()
+    times.append(time.perf_counter())
+    trace_s, lower_s, compile_s = (end - begin for begin, end in itertools.pairwise(times))
+    return {
+        "first_trace_s": trace_s,
+        "lower_s": lower_s,
+        "compile_s": compile_s,
+        "peak_bytes": peak_resident_bytes(),
+    }
 
 
-def _devices(target: str | None) -> list[jax.Device]:
+def _device(target: str | None) -> jax.Device:
     if target is None:
         import jax
 
-        return jax.devices()
+        return jax.devices()[0]
     from trainer.compile.topology import parse_topology
 
-    return parse_topology(target).devices()
+    return parse_topology(target).devices()[0]
 
 
-def _attention(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
-    """Forward and backward of one attention call, batch 1, bfloat16."""
+def _attention(case: CompileCase, device: jax.Device) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The function of a case, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -178,8 +112,7 @@ def _attention(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple
 
     from kernels import dot_product_attention
 
-    device = devices[0]
-    mask, implementation = read_mask(case.mask, case.num_heads), our_implementation(device.platform)
+    mask, implementation = read_mask(case.mask, case.num_heads), "splash" if device.platform == "tpu" else "blockwise"
     sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
 
     def shape(num_heads: int) -> jax.ShapeDtypeStruct:
@@ -198,58 +131,15 @@ def _attention(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (shape(case.num_heads), key_value, key_value)
 
 
-def _train_step(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
-    """The training step of a config, with the mask in all layers."""
-    from trainer.config.file import load_config
-    from trainer.hardware import compiling_for
-    from trainer.step.functions import make_step_functions
-    from trainer.step.sharding import make_mesh
-
-    with compiling_for(devices[0].platform):
-        config = load_config(Path(case.config))
-    model = dataclasses.replace(
-        config.model,
-        masks=(read_mask(case.mask, config.model.num_heads),),
-        implementation=our_implementation(devices[0].platform),
-    )
-    config = dataclasses.replace(config, model=model, sequence_length=case.length)
-    num_devices = 1
-    for size in asdict(config.mesh).values():
-        num_devices *= size
-    functions = make_step_functions(config, make_mesh(config.mesh, devices[:num_devices]))
-    return functions.train_step, (functions.abstract_state, functions.abstract_batch)
-
-
-def _forget_masks() -> None:
-    """Empties every cache of masks, plans and traces, ours and upstream's."""
-    from kernels.plan import host
-
-    caches: list[Callable] = [host._make_block_plan]
-    if "kernels.backends.splash" in sys.modules:
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
-
-        from kernels.backends.splash import tile_grid
-
-        caches += [tile_grid._visited_steps, splash_attention_mask_info._process_mask]
-    if "kernels.backends.mosaic_gpu" in sys.modules:
-        from kernels.backends import mosaic_gpu
-
-        caches += [mosaic_gpu.fwd, mosaic_gpu.bwd]
-    for cached in caches:
-        cached.cache_clear()  # type: ignore[attr-defined]
-
-
-def _visited_tiles(case: CompileCase, shapes: tuple[Any, ...], device: jax.Device) -> dict[str, int] | None:
-    if case.subject != "attention" or device.platform != "tpu" or case.length > _LONGEST_COUNTED:
-        return None
-    from experiments.benchmarks.compile_time.tiles import count_visited_tiles
-
-    return count_visited_tiles(case.source, read_mask(case.mask, case.num_heads), shapes, device)
+def main(request: str) -> int:
+    """Measures the case of a JSON object, prints the result and returns the exit status."""
+    try:
+        print(json.dumps(measure(CompileCase(**json.loads(request)))))
+    except UserMistake as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        print(json.dumps(asdict(measure(CompileCase(**json.loads(sys.argv[1]))))))
-    except UserMistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(sys.argv[1]))

@@ -35,14 +35,14 @@ def attention(source: Baseline, query, key, value, mask: Mask, device: Any = Non
     Raises:
       ValueError: lengths that JAX's kernel doesn't take.
     """
-    call = describe(query, key, value, mask, device)
+    call = describe_call(query, key, value, mask, device)
     kernel = make_kernel(source, call, interpret=interpret)
     query = (query.astype(jnp.float32) * call.scale).astype(call.dtype)
     output: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (query, key, value)))
     return output.swapaxes(1, 2)
 
 
-def describe(query, key, value, mask: Mask, device: Any = None) -> AttentionCall:
+def describe_call(query, key, value, mask: Mask, device: Any = None) -> AttentionCall:
     """The static part of a call that has nothing but a mask."""
     absent = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale")
     options = dict.fromkeys((*absent, "logits_soft_cap", "sinks"))

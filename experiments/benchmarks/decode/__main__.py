@@ -16,21 +16,21 @@ installed, by PyTorch, whichever is faster.
 from __future__ import annotations
 
 import datetime
-import json
+import importlib.util
 import platform
 import statistics
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.command_line import read_arguments
-from experiments.benchmarks.decode.bandwidth import copy_bandwidths
+from experiments.benchmarks.command_line import append_rows, read_arguments, require_known, table_console
 from experiments.benchmarks.decode.forms import FORMS, compile_form
 from experiments.benchmarks.decode.workloads import DecodeWorkload
 from kernels.backends import find_backend
@@ -56,8 +56,6 @@ class DecodeArguments:
     head_dim: int = 64
     forms: tuple[str, ...] = tuple(FORMS)
     """Forms of cache and attention."""
-    baseline: str = "per_sequence"
-    """The form that the others' speed is compared with."""
     implementation: str | None = None
     """Implementation of `kernels.decode_attention`."""
     num_rounds: int = 7
@@ -68,8 +66,7 @@ class DecodeArguments:
     """File that the JSON lines are appended to."""
 
     def __post_init__(self):
-        if unknown := set(self.forms) - set(FORMS):
-            raise ValueError(f"unknown forms {sorted(unknown)}; expected some of {', '.join(FORMS)}")
+        require_known(self.forms, FORMS, "forms")
         for name in ("sequences", "generated", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_rounds"):
             if np.min(getattr(self, name)) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -98,33 +95,64 @@ class DecodeArguments:
 
 def measure(work: DecodeWorkload, arguments: DecodeArguments) -> list[dict[str, Any]]:
     """Times every form on one workload; returns a result for each form, of JSON's types."""
-    with ThreadPoolExecutor() as pool:
-        forms = list(pool.map(lambda name: compile_form(name, work, arguments.implementation), arguments.forms))
+    forms = [compile_form(name, work, arguments.implementation) for name in arguments.forms]
     for form in forms:
         form.time()  # A first run also loads the program.
     for _ in range(arguments.num_rounds):
         for form in forms:
             form.seconds.append(form.time())
-    seconds = {form.name: form.seconds for form in forms}
-    results = []
-    for form in forms:
-        median = statistics.median(form.seconds)
-        result = {
+    return [
+        {
             **work.describe(),
             "form": form.name,
-            "seconds_per_step": median,
+            "seconds_per_step": (median := statistics.median(form.seconds)),
             "fastest_s": min(form.seconds),
             "slowest_s": max(form.seconds),
             "tokens_per_s": work.num_sequences / median,
             "bytes_per_step": work.bytes_per_step,
             "bytes_per_s": work.bytes_per_step / median,
         }
-        if arguments.baseline in seconds:
-            rounds = zip(seconds[arguments.baseline], form.seconds, strict=True)
-            ratio = statistics.median(theirs / ours for theirs, ours in rounds)
-            result |= {"baseline": arguments.baseline, "speed_ratio": ratio}
-        results.append(result)
-    return results
+        for form in forms
+    ]
+
+
+def copy_bandwidths(gigabytes: float, num_rounds: int) -> dict[str, float]:
+    """Bytes read and written per second when an array is copied, the median of some rounds.
+
+    Args:
+      gigabytes: size of the array.
+      num_rounds: copies that are timed.
+
+    Returns:
+      A figure for JAX, and one for PyTorch if it is installed and there is a GPU, where XLA's copy isn't the fastest.
+    """
+    size = int(gigabytes * 1e9) // 4
+    array, copy = jnp.ones(size, jnp.float32), jax.jit(jnp.copy)
+    seconds = {"jax": _median_seconds(lambda: jax.block_until_ready(copy(array)), num_rounds)}
+    if jax.default_backend() == "gpu" and importlib.util.find_spec("torch") is not None:
+        import torch
+
+        source = torch.ones(size, device="cuda")
+        target = torch.empty_like(source)
+
+        def copy_by_torch():
+            target.copy_(source)
+            torch.cuda.synchronize()
+
+        seconds["torch"] = _median_seconds(copy_by_torch, num_rounds)
+        del source, target
+        torch.cuda.empty_cache()
+    return {name: 2 * 4 * size / s for name, s in seconds.items()}
+
+
+def _median_seconds(run: Callable[[], object], num_rounds: int) -> float:
+    run()
+    seconds = []
+    for _ in range(num_rounds):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def main(arguments: DecodeArguments) -> None:
@@ -139,7 +167,7 @@ def main(arguments: DecodeArguments) -> None:
         **installed_versions(("jax", "jaxlib", "jax-triton", "triton")),
         "date": datetime.date.today().isoformat(),
     }
-    table = Table("sequences", "prompt", "window", "form", "µs/step", "tokens/s", "× baseline", "of copying")
+    table = Table("sequences", "prompt", "window", "form", "µs/step", "tokens/s", "of copying")
     for work in arguments.workloads:
         results = [{**result, **common} for result in measure(work, arguments)]
         for result in results:
@@ -150,15 +178,11 @@ def main(arguments: DecodeArguments) -> None:
                 result["form"],
                 f"{result['seconds_per_step'] * 1e6:,.0f}",
                 f"{result['tokens_per_s']:,.0f}",
-                f"{result['speed_ratio']:.2f}" if "speed_ratio" in result else "",
                 f"{result['bytes_per_s'] / bandwidth:.0%}",
             )
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(result) + "\n" for result in results)
-    console = Console()
-    (console if console.is_terminal else Console(width=130)).print(table)
+        append_rows(arguments.output, results)
+    console = table_console()
+    console.print(table)
     console.print("copying moves " + ", ".join(f"{x / 1e9:,.0f} GB/s ({name})" for name, x in bandwidths.items()))
 
 

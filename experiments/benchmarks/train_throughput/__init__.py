@@ -1,1 +1,1 @@
-"""Tokens per second of whole training steps, and where a step's time goes."""
+"""Tokens per second of whole training steps."""

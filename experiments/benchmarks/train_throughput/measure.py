@@ -1,9 +1,8 @@
-"""One workload, compiled, timed and traced in this process.
+"""One workload, compiled and timed in this process.
 
     python -m experiments.benchmarks.train_throughput.measure REQUEST
 
-where REQUEST is {"workload": "124m_32k", "trace": true, "seed": null, "fields": {}}, or the like,
-prints one line of JSON, the result.
+where REQUEST is {"workload": "124m_32k", "seed": null, "fields": {}}, or the like, prints one line of JSON, the result.
 """
 
 from __future__ import annotations
@@ -14,45 +13,35 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
 from kernels.collectives import Collectives
 from kernels.context import Exchange
-from trainer.compile.hlo import parse_module
-from trainer.compile.stages import compile_in_stages, lower_in_stages
+from trainer.compile.stages import compile_in_stages
 from trainer.config import ContextConfig, LossImplementation, MeshConfig, TensorConfig, TrainConfig
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.hardware import installed_versions
 from trainer.observers.record import measured_memory
 from trainer.step.flops import FlopCounter, peak_flops_per_s
-from trainer.step.functions import WITHOUT_CUDA_GRAPHS, make_step_functions
+from trainer.step.functions import make_step_functions
 from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.step.train_step import StepMetrics, TrainState
 
 
-def measure(
-    name: str, workload: Workload, config: TrainConfig, *, trace: bool, seed: int | None = None
-) -> dict[str, Any]:
+def measure(name: str, workload: Workload, config: TrainConfig, *, seed: int | None = None) -> dict[str, Any]:
     """Trains for some steps and returns the result, of JSON's types.
-
-    Its `breakdown` is None where no trace was asked for, or the profiler saw no GPU.
 
     Args:
       name: for the result.
       workload: its batches and numbers of steps.
       config: `workload.config()`, or that with something replaced.
-      trace: traces some more steps, for the breakdown.
       seed: of the tokens and documents; None: fresh ones.
 
     Raises:
@@ -74,30 +63,25 @@ def measure(
         functions.train_step, functions.abstract_state, functions.abstract_batch, name="train_step"
     )
 
-    def run(step: Any, state: TrainState, num_steps: int) -> tuple[TrainState, StepMetrics, float]:
+    def run(state: TrainState, num_steps: int) -> tuple[TrainState, StepMetrics, float]:
         """Steps from idle device to idle device, and the seconds of one."""
         begun = time.perf_counter()
         for _ in range(num_steps):
-            state, metrics = step(state, next(batches))
+            state, metrics = train_step(state, next(batches))
         jax.block_until_ready(state)
         return state, metrics, (time.perf_counter() - begun) / num_steps
 
     # The first step also loads the program and allocates memory. For steps of minutes that doesn't matter.
     is_long = workload.num_windows * workload.steps_per_window == 1
     if not is_long:
-        state, _, _ = run(train_step, state, 1)
+        state, _, _ = run(state, 1)
     windows = []
     for _ in range(workload.num_windows):
-        state, metrics, seconds = run(train_step, state, workload.steps_per_window)
+        state, metrics, seconds = run(state, workload.steps_per_window)
         windows.append(seconds)
     if not metrics.finite:
         raise TrainingFailed(f"{name}: loss {float(metrics.loss)}, gradient norm {float(metrics.grad_norm)}")
     memory = measured_memory(device)
-    breakdown = None
-    if trace and workload.num_traced_steps:
-        lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
-        breakdown = _traced_breakdown(lowering.lowered.compile(WITHOUT_CUDA_GRAPHS), state, run, workload)
-
     step_s = statistics.median(windows)
     return {
         "workload": name,
@@ -125,26 +109,10 @@ def measure(
             "loss_chunk_size": config.loss.chunk_size,
         },
         "compile": report.to_json(),
-        "breakdown": breakdown,
         "device": device.device_kind,
         "versions": installed_versions(("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def _traced_breakdown(
-    step: jax.stages.Compiled, state: TrainState, run: Callable[..., Any], workload: Workload
-) -> dict[str, Any] | None:
-    """The breakdown of a step's time from a profiler trace; None where the trace has no kernels."""
-    state, _, _ = run(step, state, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            _, _, traced_s = run(step, state, workload.num_traced_steps)
-        kernels = read_kernels(Path(folder))
-    if not kernels:
-        return None
-    breakdown = break_down(kernels, parse_module(step.as_text() or ""), workload.num_traced_steps)
-    return breakdown.to_json() | {"traced_step_s": traced_s}
 
 
 def _mfu(
@@ -177,25 +145,21 @@ def override(
     config: TrainConfig,
     *,
     mesh: dict[str, int] | None = None,
+    implementation: str | None = None,
     exchange: Exchange | None = None,
     collectives: Collectives | None = None,
     loss_implementation: LossImplementation | None = None,
-    **fields: Any,
 ) -> TrainConfig:
-    """The config on a mesh, with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given.
-
-    Each group of devices that splits the batch gets a sequence of its own.
-    """
-    given = {name: value for name, value in fields.items() if value is not None}
-    chunk_size, sizes = given.pop("chunk_size", config.loss.chunk_size), MeshConfig(**(mesh or {}))
+    """The config on a mesh, with these implementations. Each group of devices that splits the batch gets a sequence."""
+    sizes = MeshConfig(**(mesh or {}))
     return dataclasses.replace(
         config,
         batch_size=sizes.data * sizes.fsdp,
         mesh=sizes,
         context=ContextConfig(exchange=exchange),
         tensor=TensorConfig(collectives),
-        model=dataclasses.replace(config.model, **given),
-        loss=dataclasses.replace(config.loss, chunk_size=chunk_size, implementation=loss_implementation),
+        model=dataclasses.replace(config.model, implementation=implementation),
+        loss=dataclasses.replace(config.loss, implementation=loss_implementation),
     )
 
 
@@ -205,7 +169,7 @@ def main(request: str) -> int:
     workload = WORKLOADS[asked["workload"]]
     try:
         config = override(workload.config(), **asked["fields"])
-        print(json.dumps(measure(asked["workload"], workload, config, trace=asked["trace"], seed=asked["seed"])))
+        print(json.dumps(measure(asked["workload"], workload, config, seed=asked["seed"])))
     except (UserMistake, TrainingFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingFailed) else 2

@@ -32,10 +32,6 @@ class Workload:
     num_windows: int = 5
     """Timed windows, of which the median counts."""
     steps_per_window: int = 4
-    num_traced_steps: int = 3
-    """Steps that the breakdown is a mean over; 0: none, for steps of many seconds."""
-    peer: str | None = None
-    """Tag of nanoGPT's run of this model and length, which knows no documents."""
 
     def config(self) -> TrainConfig:
         """The config of the trained model."""
@@ -149,19 +145,17 @@ WORKLOADS = {
     "gpt_1b_32k": Workload("gpt_1b_32k", 32_768, num_windows=3, steps_per_window=2),
     "gpt_128k": Workload("gpt_1b_32k", 131_072, remat="save_attention", num_windows=2, steps_per_window=1),
     # With GPT-2's MLP.
-    "124m_32k": Workload("124m", 32_768, peer="gpt2_124m_32k"),
-    "1b_32k": Workload("1b", 32_768, peer="1.3b_32k", num_windows=3, steps_per_window=2),
+    "124m_32k": Workload("124m", 32_768),
+    "1b_32k": Workload("1b", 32_768, num_windows=3, steps_per_window=2),
     "124m_32k_packed": Workload(
         "124m",
         32_768,
         document_length=4096,
         num_batches=8,
         steps_per_window=8,
-        num_traced_steps=8,
-        peer="gpt2_124m_32k",
     ),
     "124m_131k_packed": Workload(
-        "124m", 131_072, document_length=4096, num_batches=4, num_windows=3, steps_per_window=4, num_traced_steps=4
+        "124m", 131_072, document_length=4096, num_batches=4, num_windows=3, steps_per_window=4
     ),
     "1b_131k_packed": Workload(
         "1b",
@@ -170,24 +164,17 @@ WORKLOADS = {
         remat="save_attention",
         num_windows=2,
         steps_per_window=2,
-        num_traced_steps=0,
     ),
     "llama_1b_32k": Workload("llama_1b", 32_768, remat="save_attention", num_windows=3, steps_per_window=2),
     "plain_llama_1b_32k": Workload("plain_llama_1b", 32_768, remat="save_attention", num_windows=3, steps_per_window=2),
-    "qwen3_4b_32k": Workload("qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
-    "plain_qwen3_4b_32k": Workload("plain_qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
+    "qwen3_4b_32k": Workload("qwen3_4b", 32_768, num_windows=3, steps_per_window=1),
+    "plain_qwen3_4b_32k": Workload("plain_qwen3_4b", 32_768, num_windows=3, steps_per_window=1),
     # Of parameters and optimizer state in float32: for several devices.
-    "llama_8b_32k": Workload(
-        "llama_8b", 32_768, remat="save_attention", num_windows=2, steps_per_window=1, num_traced_steps=0
-    ),
-    "llama_8b_131k": Workload(
-        "llama_8b", 131_072, remat="save_attention", num_windows=2, steps_per_window=1, num_traced_steps=0
-    ),
-    "124m_131k": Workload("124m", 131_072, num_windows=3, steps_per_window=1, num_traced_steps=0),
-    "124m_131k_window": Workload("124m_window", 131_072, num_windows=3, steps_per_window=4, num_traced_steps=3),
-    "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=2, steps_per_window=1, num_traced_steps=0),
-    "1b_1m": Workload("1b", 1_048_576, num_windows=1, steps_per_window=1, num_traced_steps=0),
-    "124m_1m": Workload(
-        "124m", 1_048_576, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0
-    ),
+    "llama_8b_32k": Workload("llama_8b", 32_768, remat="save_attention", num_windows=2, steps_per_window=1),
+    "llama_8b_131k": Workload("llama_8b", 131_072, remat="save_attention", num_windows=2, steps_per_window=1),
+    "124m_131k": Workload("124m", 131_072, num_windows=3, steps_per_window=1),
+    "124m_131k_window": Workload("124m_window", 131_072, num_windows=3, steps_per_window=4),
+    "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=2, steps_per_window=1),
+    "1b_1m": Workload("1b", 1_048_576, num_windows=1, steps_per_window=1),
+    "124m_1m": Workload("124m", 1_048_576, remat="save_attention", num_windows=1, steps_per_window=1),
 }

@@ -1,9 +1,7 @@
-"""The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
+"""The best tunings found, by kind of call, on H100s and H200s (JAX 0.11.2, 2026-11-21 to 2026-11-28).
 
-NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26, chosen by hand; NVIDIA
-H100 80GB HBM3, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA
-H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-27, chosen by hand; NVIDIA H200, JAX 0.11.2, 2026-11-28;
-NVIDIA H200, JAX 0.11.2, 2026-11-28, chosen by hand
+A search timed candidates of equal results in turns; some of the winners were chosen by hand. The rows of both are in
+experiments/benchmarks/results/tuning_hopper.jsonl. Time a change by `python -m experiments.benchmarks.attention`.
 
 Each key is (head dim, family of the mask, length in tokens), the fields of a `TunedCall`.
 """

@@ -30,15 +30,7 @@ MODULES: Mapping[str, str] = {
 
 
 def find_family(model_type: object, path: str) -> Family:
-    """The family of a model type.
-
-    Args:
-      model_type: as a config.json has it.
-      path: where it comes from, for the error message.
-
-    Raises:
-      ValueError: it isn't known.
-    """
+    """The family of a model type that a config.json at a path has; ValueError if it isn't known."""
     if not isinstance(model_type, str) or model_type not in MODULES:
         raise ValueError(f"{path} has model_type={model_type!r:.200}; expected one of {', '.join(MODULES)}")
     families = importlib.import_module(MODULES[model_type]).FAMILIES

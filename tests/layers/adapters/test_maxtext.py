@@ -1,8 +1,8 @@
-"""The MaxText adapter against MaxText's own dense attention: its `AttentionOp`, and its attention layer."""
+"""The MaxText recipe against MaxText's own dense attention: its `AttentionOp`, and its attention layer."""
 
 import functools
+import importlib.metadata
 import importlib.util
-import inspect
 import types
 from pathlib import Path
 
@@ -16,6 +16,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 12, 4, 2, 8
+
+
+def test_the_version_is_the_one_that_was_tried():
+    """With another version, run these tests first, then set TRIED_WITH."""
+    import maxtext_recipe
+
+    assert importlib.metadata.version("maxtext") == maxtext_recipe.TRIED_WITH
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +83,25 @@ def arrays(rng):
         inputs=(query, key, value),
         cotangent=cotangent,
         segment_ids=jnp.asarray(np.sort(rng.integers(1, 4, (BATCH, LENGTH)), -1)),
-        sinks=jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
     )
 
 
-def run(op, arrays, segment_ids=None, sinks=None, **options):
-    """The output, and the gradients for query, key, value and sinks."""
+def run(op, arrays, segment_ids=None, **options):
+    """The output, and the gradients for query, key and value."""
 
     @jax.jit
-    def loss(inputs, sinks):
-        out = op(*inputs, segment_ids, None, "train", sinks=sinks, **options)
+    def loss(inputs):
+        out = op(*inputs, segment_ids, None, "train", **options)
         return (out * arrays.cotangent).sum(), out
 
-    gradients, out = jax.grad(loss, argnums=(0, 1), has_aux=True)(arrays.inputs, sinks)
+    gradients, out = jax.grad(loss, has_aux=True)(arrays.inputs)
     return out, gradients
 
 
 @pytest.fixture
 def ours(op_module, monkeypatch):
     """Runs with the one line of docs/adapters/maxtext.md, and counts calls, of the reference by default."""
-    from layers.adapters.maxtext import apply_attention
+    from maxtext_recipe import apply_attention
 
     def attend(op, arrays, *args, implementation="reference", **options):
         with monkeypatch.context() as patch:
@@ -142,23 +148,13 @@ def test_mla(make_op, arrays, ours):
 
 
 def test_prefill(make_op, arrays):
-    from layers.adapters.maxtext import apply_attention
+    from maxtext_recipe import apply_attention
 
     op = make_op()
     call = (*arrays.inputs, arrays.segment_ids, None, None, "prefill")
     einsums = {"qk_product_einsum": jnp.einsum, "wv_product_einsum": jnp.einsum}
     out, _, row_sum = op.apply_attention(*call, **einsums)
     assert_same(apply_attention(op, *call, **einsums)[0], out / row_sum)
-
-
-def test_default_backend(make_op, arrays, ours):
-    op = make_op()
-    assert_same(ours(op, arrays, arrays.segment_ids, implementation=None), run(op, arrays, arrays.segment_ids))
-
-
-def test_sinks(make_op, arrays, ours):
-    op = make_op()
-    assert_same(ours(op, arrays, arrays.segment_ids, arrays.sinks), run(op, arrays, arrays.segment_ids, arrays.sinks))
 
 
 def test_keys_of_negative_documents_are_hidden(make_op, arrays, ours):
@@ -169,69 +165,15 @@ def test_keys_of_negative_documents_are_hidden(make_op, arrays, ours):
     assert not np.any(out[:, -3:])
 
 
-def test_other_segment_ids_of_keys(make_op, arrays, ours):
-    op, of_keys = make_op(attention_type="full"), arrays.segment_ids[:, ::-1]
-    for row in range(BATCH):  # every query has something to attend to
-        of_keys = of_keys.at[row, :3].set(jnp.arange(1, 4))
-    options = {"decoder_segment_ids_kv": of_keys}
-    assert_same(ours(op, arrays, arrays.segment_ids, **options), run(op, arrays, arrays.segment_ids, **options))
-
-
-def test_attention_layer(op_module, make_config, rng, monkeypatch):
-    """Inside MaxText's own attention layer, with its projections and rotary embedding."""
-    from flax import nnx
-    from maxtext.layers.attentions import Attention
-
-    from layers.adapters.maxtext import apply_attention
-
-    config = make_config()
-    mesh = make_mesh(config)
-    x = jnp.asarray(rng.standard_normal((BATCH, LENGTH, 16)), jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
-    segment_ids = jnp.ones((BATCH, LENGTH), jnp.int32)
-    layer = Attention(
-        config=config,
-        num_query_heads=HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_target_length=LENGTH,
-        mesh=mesh,
-        attention_kernel="autoselected",
-        inputs_q_shape=x.shape,
-        inputs_kv_shape=x.shape,
-        dtype=jnp.float32,
-        rngs=nnx.Rngs(int(rng.integers(2**31))),
-    )
-
-    def outputs_and_gradients():
-        def loss(layer, x):
-            out, _ = layer(x, x, positions, segment_ids, deterministic=True)
-            return jnp.square(out).sum(), out
-
-        gradients, out = nnx.jit(nnx.grad(loss, argnums=(0, 1), has_aux=True))(layer, x)
-        return out, jax.tree.leaves(gradients)
-
-    expected = outputs_and_gradients()
-    calls = []
-    monkeypatch.setattr(
-        op_module.AttentionOp,
-        "apply_attention",
-        lambda *args, **kwargs: calls.append(1) or apply_attention(*args, **kwargs),
-    )
-    assert_same(outputs_and_gradients(), expected)
-    assert calls
-
-
-MASKS_OF_DATA = jnp.ones((BATCH, LENGTH), bool)
 REFUSALS = {
-    "kernel": ({"attention_kernel": "dot_product"}, {}, "can't honour attention: 'dot_product' names one of MaxText's"),
-    "dropout": ({"dropout_rate": 0.1}, {}, "can't honour dropout_rate: attention weights are never stored"),
-    "images": ({}, {"bidirectional_mask": MASKS_OF_DATA}, "can't honour bidirectional_mask"),
-    "indexer": ({}, {"indexer_mask": jnp.zeros((BATCH, LENGTH, LENGTH))}, "can't honour indexer_mask: it is a T×T"),
-    "QK-clip": ({}, {"record_max_logits": True}, "can't honour record_max_logits"),
+    "kernel": ({"attention_kernel": "dot_product"}, {}, "can't honour attention=dot_product; expected autoselected"),
+    "dropout": ({"dropout_rate": 0.1}, {}, "can't honour dropout_rate=0.1"),
+    "images": ({}, {"bidirectional_mask": jnp.ones((BATCH, LENGTH), bool)}, "can't honour bidirectional_mask"),
+    "sinks": ({}, {"sinks": jnp.zeros(HEADS)}, "can't honour sinks"),
+    "QK-clip": ({}, {"record_max_logits": True}, "can't honour record_max_logits=True"),
     "padded keys": ({}, {"pad_kv_total": 2}, "can't honour pad_kv_total"),
-    "window without a size": ({"attention_type": "local_sliding"}, {}, "needs sliding_window_size, got None"),
-    "compressed": ({"attention_type": "compressed"}, {}, "expected attention_type global, .*got compressed"),
+    "window without a size": ({"attention_type": "local_sliding"}, {}, "local_sliding or chunk with its size"),
+    "compressed": ({"attention_type": "compressed"}, {}, "expected attention_type global, .*COMPRESSED"),
 }
 
 
@@ -242,20 +184,15 @@ def test_refusals(make_op, arrays, ours, op, options, message):
 
 
 def test_decoding_is_refused(make_op, arrays):
-    from layers.adapters.maxtext import apply_attention
+    from maxtext_recipe import apply_attention
 
     einsums = {"qk_product_einsum": jnp.einsum, "wv_product_einsum": jnp.einsum}
-    with pytest.raises(ValueError, match="can't honour model_mode: 'autoregressive'"):
+    with pytest.raises(ValueError, match="can't honour model_mode=autoregressive; expected train or prefill"):
         apply_attention(make_op(), *arrays.inputs, None, None, None, "autoregressive", **einsums)
-
-
-def test_arguments_are_maxtexts(op_module):
-    """An argument that a later MaxText adds must not be dropped."""
-    from layers.adapters.maxtext import apply_attention
-
-    own = inspect.signature(apply_attention).parameters.values()
-    their = inspect.signature(op_module.AttentionOp.apply_attention).parameters.values()
-    assert [(p.name, p.default) for p in own if p.name != "implementation"] == [(p.name, p.default) for p in their]
+    with pytest.raises(ValueError, match="can't honour qk_product_einsum"):
+        apply_attention(
+            make_op(), *arrays.inputs, None, None, None, "train", **(einsums | {"qk_product_einsum": jnp.dot})
+        )
 
 
 @pytest.mark.usefixtures("eight_devices")
@@ -274,5 +211,8 @@ def test_on_a_mesh(make_op, make_config, rng, ours):
         assert_same(ours(op, arrays, segment_ids), expected)
         jaxpr = str(jax.make_jaxpr(lambda *inputs: ours(op, arrays, segment_ids)[0])(query))
     assert "shard_map" in jaxpr
-    with partitioning.axis_rules(config.logical_axis_rules), pytest.raises(ValueError, match="mesh's context splits"):
+    with (
+        partitioning.axis_rules(config.logical_axis_rules),
+        pytest.raises(ValueError, match="splits batch and heads alone"),
+    ):
         ours(make_op(mesh=make_mesh(config, context=2)), arrays, segment_ids)

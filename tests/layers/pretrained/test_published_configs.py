@@ -66,16 +66,7 @@ def test_gemma_3_within_a_multimodal_config(tmp_path):
 
 
 def test_olmo_3_has_yarn_in_full_layers_alone(tmp_path):
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-        "attention_factor": 1.2079441541679836,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-    }
-    values = {"model_type": "olmo3", "rope_theta": 500000, "rope_scaling": yarn, "sliding_window": 4096}
-    config = read(tmp_path, values | sizes(4096, 11008, 32, 32, 32, 100278))
+    config = read(tmp_path, PUBLISHED["Olmo-3-1025-7B"][0])
     layers = [config.layer(index) for index in range(4)]
     assert [layer.rope_scaling.kind for layer in layers] == ["none"] * 3 + ["yarn"]
     assert {layer.rope_base for layer in layers} == {5e5}

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import tracemalloc
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers import GPTConfig, MoEConfig
-from layers.pretrained import config_from_huggingface, read_params, write_huggingface
-from layers.pretrained.folder import open_tensors
 from layers.pretrained.mxfp4 import UnpackedTensor, with_unpacked_blocks
 from layers.pretrained.safetensors_file import whole
 from layers.pretrained.steps import Pattern, TensorRow, read_whole
-from layers.pretrained.table import parameter_shapes
-from tests.layers.pretrained.samples import ArrayTensor, file_bytes, random_index
+from tests.layers.pretrained.samples import ArrayTensor, random_index
 
 # A pattern, a parameter's shape, and how NumPy makes the parameter of the file's tensor.
 PATTERNS = (
@@ -42,35 +37,32 @@ def test_a_slice_of_a_pattern_is_read_from_a_slice(pattern, shape, convert, rng)
     np.testing.assert_array_equal(row.into_file([expected]), tensor)
 
 
-def test_joined_parameters_are_parts_of_one_tensor(rng):
-    row = TensorRow("tensor", ("query", "key", "value"), "(N H) W -> W N H")
-    shapes = ((5, 4, 3), (5, 2, 3), (5, 2, 3))
-    query, key, value = arrays = [rng.standard_normal(shape) for shape in shapes]
+@pytest.mark.parametrize(
+    ("row", "shapes", "convert"),
+    [
+        (
+            TensorRow("tensor", ("query", "key", "value"), "(N H) W -> W N H"),
+            ((5, 4, 3), (5, 2, 3), (5, 2, 3)),
+            lambda arrays: np.concatenate([x.reshape(5, -1).T for x in arrays]),
+        ),
+        (
+            TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2),
+            ((2, 3, 4), (2, 3, 4)),
+            lambda arrays: np.stack(arrays, -1).reshape(2, 3, 8),
+        ),
+    ],
+    ids=["concatenated", "interleaved"],
+)
+def test_joined_parameters_are_parts_of_one_tensor(row, shapes, convert, rng):
+    arrays = [rng.standard_normal(shape) for shape in shapes]
     tensor = row.into_file(arrays)
-    expected = np.concatenate([x.reshape(5, -1).T for x in (query, key, value)])
-    np.testing.assert_array_equal(tensor, expected)
+    np.testing.assert_array_equal(tensor, convert(arrays))
     assert row.shape_in_file(shapes) == tensor.shape
     for which, array in enumerate(arrays):
         for _ in range(20):
             index = random_index(rng, array.shape)
-            np.testing.assert_array_equal(
-                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
-            )
-
-
-def test_interleaved_parameters_are_every_other_column(rng):
-    row = TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
-    shapes = ((2, 3, 4), (2, 3, 4))
-    arrays = [rng.standard_normal(shape) for shape in shapes]
-    tensor = row.into_file(arrays)
-    assert row.shape_in_file(shapes) == tensor.shape == (2, 3, 8)
-    for which, array in enumerate(arrays):
-        np.testing.assert_array_equal(tensor[..., which::2], array)
-        for _ in range(20):
-            index = random_index(rng, array.shape)
-            np.testing.assert_array_equal(
-                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
-            )
+            part = row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order)
+            np.testing.assert_array_equal(part, array[index])
 
 
 def e2m1(bits: int) -> float:
@@ -151,49 +143,3 @@ def test_blocks_without_their_scales_are_refused():
         with_unpacked_blocks({"down_blocks": blocks})
     with pytest.raises(ValueError, match=r"expected \[E, N, B, 16\]"):
         with_unpacked_blocks({"down_blocks": blocks, "down_scales": blocks})
-
-
-def test_a_folder_with_packed_experts_gives_their_values(tmp_path, rng):
-    config = GPTConfig(
-        vocab_size=40,
-        num_layers=2,
-        width=32,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        mlp_width=64,
-        mlp="clamped_swiglu",
-        moe=MoEConfig(3, 2, 64, router_bias=True, expert_bias=True),
-        tie_embeddings=False,
-        attention_bias=True,
-        output_bias=True,
-        sinks=True,
-    )
-    params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), parameter_shapes(config))
-    write_huggingface(tmp_path / "plain", config, params, dtype="bfloat16", model_type="gpt_oss")
-    expected = read_params(tmp_path / "plain", config)
-    with open_tensors(tmp_path / "plain") as tensors:
-        arrays = {name: read_whole(tensor) for name, tensor in tensors.items()}
-    for layer in range(2):
-        for name, path in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            whole_name = f"model.layers.{layer}.mlp.experts.{name}"
-            num_experts, num_in, num_out = arrays.pop(whole_name).shape
-            blocks = rng.integers(0, 256, (num_experts, num_out, num_in // 32, 16)).astype(np.uint8)
-            scales = rng.integers(120, 130, blocks.shape[:3]).astype(np.uint8)
-            arrays |= {f"{whole_name}_blocks": blocks, f"{whole_name}_scales": scales}
-            unpacked = read_whole(UnpackedTensor(ArrayTensor(blocks), ArrayTensor(scales))).astype(np.float32)
-            for which, part in enumerate(path):
-                kernel = expected["blocks"][0]["mlp"]["experts"][part]["kernel"]
-                values = kernel.at[layer].set(unpacked[..., which :: len(path)])
-                expected["blocks"][0]["mlp"]["experts"][part]["kernel"] = values
-    (tmp_path / "packed").mkdir()
-    header, data = {}, b""
-    for name, array in arrays.items():
-        dtype = "U8" if array.dtype == np.uint8 else "BF16"
-        offsets = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": offsets}
-        data += array.tobytes()
-    (tmp_path / "packed" / "model.safetensors").write_bytes(file_bytes(header, data))
-    (tmp_path / "plain" / "config.json").rename(tmp_path / "packed" / "config.json")
-    assert config_from_huggingface(tmp_path / "packed").moe.num_experts == 3
-    jax.tree.map(np.testing.assert_array_equal, read_params(tmp_path / "packed", config), expected)

@@ -50,17 +50,10 @@ def saved(tmp_path, rng):
     return tmp_path, states
 
 
-def test_nothing_saved_is_nothing_restored(tmp_path, rng):
-    checkpoints = Checkpoints(tmp_path, num_kept=3)
-    assert checkpoints.restore_newest(abstract(make_state(rng))) is None
-    assert checkpoints.newest is None
-    checkpoints.close()
-
-
 def test_the_newest_comes_back_bit_for_bit(saved):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    restored = checkpoints.restore_newest(abstract(states[15]))
+    restored = checkpoints.restore_newest(lambda _: abstract(states[15]))
     assert (restored.step, restored.data_state, restored.damaged) == (15, {"batches": 15}, ())
     assert_same(restored.state, states[15])
     assert checkpoints.newest == folder / "15"
@@ -76,16 +69,8 @@ def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path, rng):
     for _ in range(5):
         state = update(state)
     checkpoints.wait()
-    assert_same(checkpoints.restore_newest(abstract(state)).state, expected)
+    assert_same(checkpoints.restore_newest(lambda _: abstract(state)).state, expected)
     checkpoints.close()
-
-
-def test_only_the_newest_are_kept(tmp_path, rng):
-    checkpoints = Checkpoints(tmp_path, num_kept=2)
-    for step in range(1, 6):
-        checkpoints.save(step, make_state(rng), None)
-    checkpoints.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
 
 
 def test_some_are_spared_beside_the_newest_until_others_are(tmp_path, rng):
@@ -110,7 +95,7 @@ def test_what_a_kill_left_half_written_is_removed(saved):
     folder, states = saved
     shutil.copytree(folder / "15", folder / "20.tmp")
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     assert not (folder / "20.tmp").exists()
     checkpoints.close()
 
@@ -145,7 +130,7 @@ def test_damage_to_any_file_is_found_and_the_one_before_is_restored(saved, rng, 
         said = damage(file, kind, rng)
         before = contents(folder)
         checkpoints = Checkpoints(folder, num_kept=3)
-        restored = checkpoints.restore_newest(abstract(states[10]))
+        restored = checkpoints.restore_newest(lambda _: abstract(states[10]))
         checkpoints.close()
         assert restored.step == 10, file
         [damaged] = restored.damaged
@@ -161,11 +146,9 @@ def test_damage_to_any_file_is_found_and_the_one_before_is_restored(saved, rng, 
 def test_a_file_that_no_digest_covers_is_damage(saved):
     folder, _ = saved
     sums = folder / "15" / "SHA256SUMS"
-    lines = sums.read_text().splitlines(keepends=True)
-    sums.write_text("".join(lines[:-1]))
-    assert find_damage(folder / "15") == f"SHA256SUMS doesn't list {lines[-1].split()[1]}"
-    sums.write_text("")
-    assert find_damage(folder / "15") == "SHA256SUMS is empty"
+    *lines, last = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(lines))
+    assert find_damage(folder / "15") == f"SHA256SUMS doesn't list {last.split()[1]}"
 
 
 def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(saved, rng):
@@ -173,14 +156,14 @@ def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(saved, rng):
     damage(largest_file(folder / "15"), "cut", rng)
     held = contents(folder / "15")
     checkpoints = Checkpoints(folder, num_kept=2)
-    assert checkpoints.restore_newest(abstract(states[10])).step == 10
+    assert checkpoints.restore_newest(lambda _: abstract(states[10])).step == 10
     again = make_state(rng)
     for step in (12, 15, 20):
         checkpoints.save(step, again, step)
     checkpoints.wait()
     assert sorted(path.name for path in folder.iterdir()) == ["15", "15.damaged", "20"]
     assert contents(folder / "15.damaged") == held
-    restored = checkpoints.restore_newest(abstract(again))
+    restored = checkpoints.restore_newest(lambda _: abstract(again))
     assert (restored.step, restored.damaged) == (20, ())
     assert_same(restored.state, again)
     checkpoints.close()
@@ -193,7 +176,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(saved
     before = contents(folder)
     checkpoints = Checkpoints(folder, num_kept=3)
     with pytest.raises(TrainingFailed, match="every checkpoint of this run is damaged") as caught:
-        checkpoints.restore_newest(abstract(states[5]))
+        checkpoints.restore_newest(lambda _: abstract(states[5]))
     assert all(str(folder / str(step)) in str(caught.value) for step in states)
     assert contents(folder) == before
     checkpoints.close()
@@ -202,11 +185,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(saved
 def test_a_whole_checkpoint_of_another_form_is_not_passed_over(saved):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    other = abstract(states[15]) | {
-        "new": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=states[15]["step"].sharding)
-    }
+    other = abstract(states[15] | {"new": states[15]["step"]})
     with pytest.raises(TrainingFailed, match=r"15 is whole, but this version can't restore it"):
-        checkpoints.restore_newest(other)
+        checkpoints.restore_newest(lambda _: other)
     checkpoints.close()
 
 
@@ -218,7 +199,7 @@ def full(*_, **__):
 def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(saved, rng, monkeypatch, place):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     monkeypatch.setattr(f"trainer.checkpoints.training_state.{place}", full)
     with pytest.raises(TrainingFailed) as caught:  # noqa: PT012
         checkpoints.save(20, make_state(rng), None)
@@ -235,16 +216,17 @@ def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(sa
     checkpoints.save(20, again, None)
     checkpoints.wait()
     assert checkpoints.newest_step == 20
-    assert_same(checkpoints.restore_newest(abstract(again)).state, again)
+    assert_same(checkpoints.restore_newest(lambda _: abstract(again)).state, again)
     checkpoints.close()
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts(saved, rng, monkeypatch):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert checkpoints.restore_newest(lambda _: abstract(states[15])).step == 15
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.checkpoints.training_state.shutil.rmtree", full)
+        remove = "trainer.checkpoints.training_state.shutil.rmtree"
+        patch.setattr(remove, lambda path, ignore_errors=False: ignore_errors or full())
         checkpoints.save(20, make_state(rng), None)
         with pytest.raises(TrainingFailed, match=r"20 is saved, but an older one can't be removed: .* No space left"):
             checkpoints.wait()
@@ -252,31 +234,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts
     checkpoints.save(25, make_state(rng), None)
     checkpoints.close()
     assert sorted(path.name for path in folder.glob("[0-9]?")) == ["15", "20", "25"]
-
-
-def test_orbax_is_closed_even_if_the_last_save_failed(tmp_path, rng, monkeypatch):
-    closed = []
-    checkpoints = Checkpoints(tmp_path, num_kept=3)
-    monkeypatch.setattr(checkpoints._orbax, "close", lambda close=checkpoints._orbax.close: closed.append(close()))
-    monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
-    checkpoints.save(1, make_state(rng), None)
-    with pytest.raises(TrainingFailed, match="the newest good checkpoint is not there yet"):
-        checkpoints.close()
-    assert closed == [None]
-
-
-@pytest.mark.parametrize("kind", ["missing", "cut", "flipped"])
-def test_a_damaged_old_checkpoint_is_set_aside_instead_of_removed(saved, rng, kind):
-    folder, states = saved
-    damage(largest_file(folder / "5"), kind, rng)
-    held = contents(folder / "5")
-    checkpoints = Checkpoints(folder, num_kept=3)
-    assert checkpoints.restore_newest(abstract(states[15])).step == 15
-    for step in (20, 25):
-        checkpoints.save(step, make_state(rng), None)
-    checkpoints.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["15", "20", "25", "5.damaged"]
-    assert contents(folder / "5.damaged") == held
 
 
 def test_every_file_and_folder_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, rng, monkeypatch):
@@ -319,5 +276,5 @@ def test_checkpoints_in_folders_of_odd_names_are_read_back(tmp_path, rng, name):
     checkpoints.rehearse(jax.devices())
     checkpoints.save(1, state, None)
     checkpoints.wait()
-    assert_same(checkpoints.restore_newest(abstract(state)).state, state)
+    assert_same(checkpoints.restore_newest(lambda _: abstract(state)).state, state)
     checkpoints.close()

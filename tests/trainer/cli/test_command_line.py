@@ -80,16 +80,6 @@ def test_the_command_stops_with_one_message_and_status_2(trainer_command, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_refuses_a_config_without_get_config(trainer_command, config_file):
-    path = config_file("def config():\n    pass\n")
-    finished = trainer_command.run("--config", path)
-    assert finished.status == 2
-    assert finished.errors == (
-        f"error: config {path} defines no get_config(); "
-        "add `def get_config() -> TrainConfig` that returns the experiment\n"
-    )
-
-
 @pytest.mark.serial
 def test_the_command_refuses_a_workdir_that_it_cannot_write(trainer_command, tmp_path):
     (tmp_path / "file").write_text("")
@@ -257,15 +247,6 @@ def test_what_was_typed_is_named_by_its_flag(message, arguments, told):
     assert name_flags(message, arguments) == told
 
 
-def test_a_config_path_nearly_right_gets_a_suggestion(trainer_command):
-    near = trainer_command.config.with_name("tinny.py")
-    assert refusal("--config", near) == f"config {near} does not exist; did you mean {trainer_command.config}?"
-
-
-def test_a_folder_is_not_a_config(tmp_path):
-    assert refusal("--config", tmp_path).startswith(f"config {tmp_path} is a folder, not a file")
-
-
 def test_a_config_file_may_hold_a_tuning_object_and_a_flag_another_choice(trainer_command, tmp_path, capsys):
     path = tmp_path / "tuned.py"
     path.write_text(
@@ -291,96 +272,73 @@ def get_config():
     assert "TritonTuning(backward=" in capsys.readouterr().out
 
 
-_USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
+_USABLE = """from kernels import LocalMask
+from layers import GPTConfig, LayerOverride
+from trainer.config import *
+"""
+
+
+def returning(expression: str) -> str:
+    """A page whose fifth line returns this."""
+    return f"{_USABLE}def get_config():\n    return {expression}\n"
+
+
+def run_of(arguments: str) -> str:
+    """A page of 500 steps with these settings besides."""
+    return returning(f"TrainConfig('x', GPTConfig(), 500, {arguments})")
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("def config():\n    pass\n", "config {path} defines no get_config(); add `def get_config() -> TrainConfig`"),
         ("def get_config():\n    return {}['model']\n", "config {path}:2: KeyError: 'model'"),
         ("def get_config(:\n", "config {path}:1: SyntaxError"),
         ("import no_such_module\n", "config {path}:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        (returning("3"), "get_config() in {path} returned int; expected a trainer.config.TrainConfig"),
+        ("def get_config(size):\n    return 3\n", "config {path}: get_config() needs size; say --config {path}:size="),
         (
-            "def get_config():\n    return 3\n",
-            "get_config() in {path} returned int; expected a trainer.config.TrainConfig",
+            returning("OptimizerConfig(learning_rat=1)"),
+            "config {path}:5: OptimizerConfig has no field 'learning_rat'; did you mean learning_rate?",
         ),
+        (run_of("lr=1"), "config {path}:5: TrainConfig has no field 'lr'; did you mean optimizer.learning_rate?"),
         (
-            "def get_config(size):\n    return 3\n",
-            "config {path}: get_config() needs size; say --config {path}:size=VALUE",
+            returning("GPTConfig(is_causal=True)"),
+            "config {path}:5: GPTConfig has no field 'is_causal'; did you me",
         ),
+        (returning("(CausalMsk(),)"), "config {path}:5: NameError: name 'CausalMsk' is not defined; did you mean Caus"),
+        (returning("TrainingConfig()"), "config {path}:5: NameError: name 'TrainingConfig' is not defined; did you me"),
         (
-            _USABLE + "def get_config():\n    return OptimizerConfig(learning_rat=1)\n",
-            "config {path}:4: OptimizerConfig has no field 'learning_rat'; did you mean learning_rate?",
-        ),
-        (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 5, lr=1)\n",
-            "config {path}:4: TrainConfig has no field 'lr'; did you mean optimizer.learning_rate?",
-        ),
-        (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(is_causal=True), 5)\n",
-            "config {path}:4: GPTConfig has no field 'is_causal'; did you mean masks?",
-        ),
-        (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(masks=(CausalMsk(),)), 5)\n",
-            "config {path}:4: NameError: name 'CausalMsk' is not defined; did you mean CausalMask?",
-        ),
-        (
-            _USABLE + "def get_config():\n    return TrainingConfig('x', GPTConfig(), 5)\n",
-            "config {path}:4: NameError: name 'TrainingConfig' is not defined; did you mean TrainConfig?",
-        ),
-        (
-            _USABLE + "from kernels import LocalMask\n"
-            "def get_config():\n    return TrainConfig('x', GPTConfig(masks=(LocalMask(1024),)), 5)\n",
+            returning("LocalMask(1024)"),
             "config {path}:5: LocalMask needs left and right, two numbers: a causal window over W tokens is",
         ),
+        (run_of("sequence_length=0"), "config {path}:5: sequence_length=0 must be at least 1"),
         (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 5, sequence_length=0)\n",
-            "config {path}:4: sequence_length=0 must be at least 1",
-        ),
-        (
-            _USABLE
-            + "def get_config():\n    o = OptimizerConfig(schedule='cosin')\n"
-            + "    return TrainConfig('x', GPTConfig(), 500, optimizer=o)\n",
+            run_of("optimizer=OptimizerConfig(schedule='cosin')"),
             "config {path}: optimizer.schedule='cosin' is not one of cosine, wsd; did you mean cosine?",
         ),
         (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(sinks='yes'), 500)\n",
+            returning("TrainConfig('x', GPTConfig(sinks='yes'), 500)"),
             "config {path}: model.sinks='yes' is of type str; expected bool",
         ),
         (
-            _USABLE + "from layers import LayerOverride\n"
-            "def get_config():\n"
-            "    layers = (LayerOverride(), LayerOverride(num_kv_heads=2.0))\n"
-            "    return TrainConfig('x', GPTConfig(layer_overrides=layers), 500)\n",
-            "config {path}: model.layer_overrides[1].num_kv_heads=2.0 is of type float; expected",
+            returning("TrainConfig('x', GPTConfig(layer_overrides=(LayerOverride(num_kv_heads=2.0),)), 500)"),
+            "config {path}: model.layer_overrides[0].num_kv_heads=2.0 is of type float; expected",
         ),
-        (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 500, seed=1.5)\n",
-            "config {path}: seed=1.5 is of type float; expected int",
-        ),
+        (run_of("seed=1.5"), "config {path}: seed=1.5 is of type float; expected int"),
         ("import sys\nsys.exit(0)\n", "config {path}:2: ends Python (exit status 0)"),
         ("raise GeneratorExit('odd')\n", "config {path}:1: GeneratorExit: odd"),
         ("class E(Exception):\n    __str__ = None\nraise E\n", "config {path}:3: E"),
         ("raise TypeError('an unexpected keyword argument')\n", "config {path}:1: TypeError: an unexpected keyword"),
         ("def get_config():\n    return get_config()\n", "config {path}:2: RecursionError"),
         ("x = '\0'\n", "config {path}"),
+        (returning(r"TrainConfig('\0', GPTConfig(), 500)"), r"config {path}:5: name='\x00'"),
+        (run_of(r"description='\0'"), r"config {path}: description='\x00' holds a NUL character"),
         (
-            _USABLE + "def get_config():\n    return TrainConfig('\\0', GPTConfig(), 500)\n",
-            "config {path}:4: name='\\x00'",
+            run_of(r"data=DataConfig('text', files=('\udcff',))"),
+            r"config {path}: data.files=('\udcff',) holds a NUL character, or what UTF-8 can't write",
         ),
-        (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 500, description='\\0')\n",
-            "config {path}: description='\\x00' holds a NUL character",
-        ),
-        (
-            _USABLE + "def get_config():\n    data = DataConfig('text', files=('\\udcff',))\n"
-            "    return TrainConfig('x', GPTConfig(), 500, data=data)\n",
-            "config {path}: data.files=('\\udcff',) holds a NUL character, or what UTF-8 can't write",
-        ),
-        (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 10**5000)\n",
-            "config {path}:4: ",
-        ),
+        (run_of("seed=10**5000"), "config {path}:5: "),
     ],
 )
 def test_a_broken_config_file_is_told_with_its_place(config_file, text, told):
@@ -426,34 +384,9 @@ def test_no_path_ends_in_a_traceback(trainer_command, path, flag):
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_makes_a_config_or_one_message(trainer_command, data):
-    numbers = [
-        "0",
-        "-1",
-        "1",
-        "2147483647",
-        "2147483648",
-        str(2**63),
-        "9" * 20,
-        "9" * 5000,
-        "1e309",
-        "nan",
-        "-inf",
-        "1e-60",
-    ]
-    words = [
-        "",
-        " ",
-        "~" * 5000,
-        "x" * 5000,
-        "..",
-        "a/b",
-        "\udcff",
-        "None",
-        "True",
-        "~" * 5000 + "CausalMask()",
-        "()",
-        "-",
-    ]
+    numbers = f"0 -1 1 2147483647 2147483648 {2**63} {'9' * 20} {'9' * 5000} 1e309 nan -inf 1e-60".split()
+    long = "~" * 5000
+    words = ["", " ", long, "x" * 5000, "..", "a/b", "\udcff", "None", "True", f"{long}CausalMask()", "()", "-"]
     flag = data.draw(st.sampled_from(sorted(flag_types())))
     value = data.draw(st.sampled_from(numbers + words) | st.text(max_size=9).filter(lambda text: "\0" not in text))
     assume(not value.startswith("-h"))
@@ -493,15 +426,6 @@ def test_checkpoints_without_a_readable_config_are_refused(trainer_command, tmp_
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserMistake, match=r"holds checkpoints, but no readable config\.json"):
         claim_workdir(tmp_path, load_config(trainer_command.config))
-
-
-def test_a_workdir_serves_one_run_at_a_time(trainer_command, tmp_path):
-    claim_workdir(tmp_path, load_config(trainer_command.config))
-    finished = trainer_command.run("--workdir", tmp_path)
-    assert (finished.status, finished.errors) == (
-        2,
-        f"error: workdir {tmp_path} is in use by another run; wait for it to end, or choose another with --workdir\n",
-    )
 
 
 def test_config_json_holds_every_field(trainer_command):

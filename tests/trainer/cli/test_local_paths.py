@@ -84,16 +84,11 @@ def test_each_command_refuses_urls(parse, flags, url):
         ("attention.__main__", "AttentionArguments"),
         ("compile_time.__main__", "Arguments"),
         ("context_attention", "ContextArguments"),
-        ("context_bytes.__main__", "BytesArguments"),
-        ("sequence_sharding", "ShardingArguments"),
         ("decode.__main__", "DecodeArguments"),
-        ("load_pretrained", "LoadArguments"),
         ("mixture", "MixtureArguments"),
         ("plots", "PlotArguments"),
         ("tables", "TablesArguments"),
         ("train_throughput.__main__", "ThroughputArguments"),
-        ("tune_attention.__main__", "SearchArguments"),
-        ("tune_attention.table", "TableArguments"),
     ],
 )
 def test_each_benchmark_refuses_urls(module, name, capsys):

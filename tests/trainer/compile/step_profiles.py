@@ -3,7 +3,7 @@
 from kernels import Target
 from trainer.compile.fit import DeviceMemory, Fit, StateMemory
 from trainer.compile.stages import CompileReport
-from trainer.compile.step_profile import HostMemory, StepProfile
+from trainer.compile.step_profile import StepProfile
 from trainer.step.plan import LossPlan, Plan
 
 
@@ -24,5 +24,4 @@ def make_profile(needed: int, num_devices: int = 8, **planned) -> StepProfile:
         collectives=(),
         state=StateMemory(1, 1, 1),
         fit=Fit(needed, DeviceMemory(100, "a test's")),
-        host=HostMemory(1, 1, 1),
     )

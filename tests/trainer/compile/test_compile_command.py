@@ -79,7 +79,7 @@ def compile_step(config, tmp_path):
 
 def collectives_of(profile: dict[str, Any], *kinds: str) -> dict[str, Any]:
     """What each collective sends, all of it exact. Parameters are gathered in each trip of the layers' scan."""
-    collectives = {total["kind"]: total for total in profile["collectives"]}
+    collectives = {total["operation"]: total for total in profile["collectives"]}
     assert collectives.keys() >= {"all-gather", "all-reduce", *kinds}
     assert all(total["is_exact"] and total["bytes"] > 0 for total in collectives.values())
     assert collectives["all-gather"]["count"] >= collectives["all-gather"]["num_instructions"] + 2 * (4 - 1)
@@ -99,11 +99,11 @@ def test_the_step_of_a_config_on_this_machine(config, compile_step, capsys):
     report = compile_step("--mesh.fsdp", 2, "--mesh.tensor", 2, "--mesh.context", 2)
     profile, printed = report["profile"], capsys.readouterr().out
     assert printed.count("making the config") == 1
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert report["command"][:5] == ["python", "-m", "trainer.compile", "--config", str(config)]
     assert set(report["versions"]) >= {"jax", "jaxlib", "libtpu", "flax"}
     assert report["config"]["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 2} == profile["mesh"]
-    assert (report["topology"], report["search"], report["comparison"]) == (None, None, None)
+    assert (report["topology"], report.keys() & {"search", "comparison", "longest_context"}) == (None, set())
     assert profile["devices"] == {"platform": "cpu", "kind": "cpu", "count": 8, "used": 8}
     assert [plan["backend"] for plan in profile["attention"]] == ["reference"]
     assert profile["tensor"] == {"collectives": "xla", "xla_for": [], "passed_over": {}}
@@ -112,20 +112,15 @@ def test_the_step_of_a_config_on_this_machine(config, compile_step, capsys):
     assert profile["compile"]["cache_hit"] is False
     assert min(profile["program"].values()) > 100
 
-    memory, verdict = profile["memory"], profile["verdict"]
-    assert memory["needed"] == memory["arguments"] + memory["outputs"] - memory["aliased"] + (
-        memory["activations_and_temporaries"] + memory["code"]
-    )
+    state, memory, verdict = profile["state"], profile["compile"]["memory"], profile["verdict"]
     # Two moments of every parameter, and some counters. fsdp, context and tensor split the parameters; the norms don't.
-    assert 2 * memory["parameters"] <= memory["optimizer_state"] < 2 * memory["parameters"] + 100
-    assert profile["num_parameters"] / 2 <= memory["parameters"] < 1.1 * profile["num_parameters"] / 2
+    assert 2 * state["parameters"] <= state["optimizer_state"] < 2 * state["parameters"] + 100
+    assert profile["num_parameters"] / 2 <= state["parameters"] < 1.1 * profile["num_parameters"] / 2
     # Five arrays of int32, the token order among them, since the sequence is sharded; and one of booleans.
-    assert memory["batch"] == (5 * 4 + 1) * 256 // 4
-    states = memory["parameters"] + memory["optimizer_state"] + memory["batch"]
-    assert memory["arguments"] == pytest.approx(states, rel=0.05)
-    assert (verdict["fits"], verdict["needed"]) == (True, memory["needed"])
-    assert verdict["spare"] == verdict["available"] - verdict["needed"] > 0
-    assert profile["host_memory"]["start"] <= profile["host_memory"]["lower"] <= profile["host_memory"]["compile"]
+    assert state["batch"] == (5 * 4 + 1) * 256 // 4
+    assert memory["arguments"] == pytest.approx(sum(state.values()), rel=0.05)
+    assert (verdict["fits"], verdict["needed"]) == (True, memory["peak"])
+    assert verdict["spare"] == verdict["available"]["size"] - verdict["needed"] > 0
     gathered = collectives_of(profile)["all-gather"]["count"]
     for line in ("  tensor: xla\n", "time: trace ", "verdict: fits", f"collectives: all-gather: {gathered:,} a step"):
         assert line in printed
@@ -143,7 +138,7 @@ def test_a_step_that_does_not_fit_has_a_status_of_its_own(compile_step, capsys):
     assert DOES_NOT_FIT == 3
     report = compile_step("--batch-size", 2**20, "--model.remat", "none", "--search-seconds", 0, status=DOES_NOT_FIT)
     verdict = report["profile"]["verdict"]
-    assert (verdict["fits"], verdict["is_refused"], report["search"]) == (False, False, None)
+    assert (verdict["fits"], verdict["is_refused"], "search" in report) == (False, False, False)
     assert verdict["spare"] < 0
     assert "verdict: does not fit: " in capsys.readouterr().out
 
@@ -176,7 +171,7 @@ def test_the_longest_context_is_found_and_told_with_its_flags(compile_step, comp
     flags = ["--sequence-length", "960", "--model.remat", "save_matmuls"]
     assert longest["changed"]["found"]["arguments"] == flags
     assert (longest["changed"]["tokens"], longest["changed"]["too_long"]) == (960, 1024)
-    assert (longest["is_complete"], len(longest["tries"]), report["search"]) == (True, len(compiled), None)
+    assert (longest["is_complete"], len(longest["tries"]), "search" in report) == (True, len(compiled), False)
     printed = capsys.readouterr().out
     assert "longest context as the config is: none (128 don't fit)\n" in printed
     assert f"longest context with changes: 960 tokens (1,024 don't fit):\n  {' '.join(flags)}\n" in printed
@@ -198,7 +193,7 @@ def test_pages_can_be_compared(config, compile_step, compiled, tmp_path, capsys)
     pages = (str(config), str(wider))
     arguments = ("--compare", f"config={','.join(pages)}", "--batch-size", 1, "--model.remat", "full")
     report = compile_step(*arguments, page=None)
-    assert (report["config"], report["comparison"]["field"]) == (None, "config")
+    assert report["comparison"]["field"] == "config"
     assert [variant["value"] for variant in report["comparison"]["variants"]] == [*pages]
     assert [each.count("--config") for each in compiled] == [1, 1]
     assert all("--batch-size" in each for each in compiled)
@@ -225,7 +220,7 @@ def test_any_field_can_be_compared(compile_step, tmp_path, capsys):
     *_, header, first, second = capsys.readouterr().out.splitlines()
     assert header.split()[:4] == ["model.num_layers", "trace", "lower", "XLA"]
     assert (first.split()[0], second.split()[0]) == ("1", "3")
-    assert second.count("1.00×") == 5
+    assert second.count("1.00×") == 4
 
 
 @pytest.mark.full
@@ -235,14 +230,14 @@ def test_what_is_offloaded_is_counted_on_the_host_and_is_not_on_the_device(compi
     sizes = ("--model.width", 256, "--model.mlp-width", 1024, "--model.num-layers", 8, "--sequence-length", 256)
     offloads = ("--model.remat", "offload_inputs", "--optimizer.offload-moments", True)
     report = compile_step("--topology", "v5p:2x2x1", "--mesh.fsdp", 2, *sizes, *offloads)
-    memory = report["profile"]["memory"]
-    moments, inputs = 2 * memory["parameters"], 8 * 256 * 256 * 2
-    assert memory["optimizer_state_on_host"] == moments
-    assert memory["optimizer_state"] < 100
+    state, memory = report["profile"]["state"], report["profile"]["compile"]["memory"]
+    moments, inputs = 2 * state["parameters"], 8 * 256 * 256 * 2
+    assert state["optimizer_state_on_host"] == moments
+    assert state["optimizer_state"] < 100
     assert moments + inputs <= memory["host"] < 1.1 * (moments + inputs)
-    assert memory["arguments"] < 1.1 * memory["parameters"]
+    assert memory["arguments"] < 1.1 * state["parameters"]
     # The gradients, the matrices in bfloat16, and no more than some layers' moments.
-    assert memory["activations_and_temporaries"] < 1.5 * memory["parameters"] + moments / 4
+    assert memory["temporaries"] < 1.5 * state["parameters"] + moments / 4
     assert "memory: on the host" in capsys.readouterr().out
 
 
@@ -253,9 +248,9 @@ def test_a_slice_of_tpus_that_are_not_there(compile_step, tmp_path, capfd):
     profile = report["profile"]
     assert profile["devices"] == {"platform": "tpu", "kind": "TPU v5", "count": 4, "used": 4}
     assert [plan["backend"] for plan in profile["attention"]] == ["splash"]
-    assert (profile["verdict"]["fits"], profile["verdict"]["available"]) == (True, round(95.74 * 2**30))
+    assert (profile["verdict"]["fits"], profile["verdict"]["available"]["size"]) == (True, round(95.74 * 2**30))
     collectives_of(profile, "reduce-scatter")  # libtpu doesn't state the trips of a loop; they are read from it
-    assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 4, rel=0.1)
+    assert profile["state"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 4, rel=0.1)
     told = capfd.readouterr()
     assert told.err == ""  # nothing of libtpu's
     assert "4 × TPU v5 (tpu) of v5p:2x2x1" in told.out
@@ -269,10 +264,9 @@ def test_hosts_of_gpus_that_are_not_there(compile_step, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     profile = compile_step("--topology", "h200:2x2", "--mesh.fsdp", 2, "--mesh.context", 2)["profile"]
     assert profile["devices"] == {"platform": "gpu", "kind": "NVIDIA H200", "count": 4, "used": 4}
-    assert (profile["verdict"]["fits"], profile["verdict"]["available"]) == (True, round(0.5 * 139.8 * 2**30))
+    assert (profile["verdict"]["fits"], profile["verdict"]["available"]["size"]) == (True, round(0.5 * 139.8 * 2**30))
     collectives_of(profile)
-    assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 4, rel=0.1)
-    assert profile["memory"]["needed"] > profile["memory"]["arguments"]
+    assert profile["state"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 4, rel=0.1)
     assert "4 × NVIDIA H200 (gpu) of h200:2x2" in capfd.readouterr().out
 
 
@@ -286,14 +280,14 @@ def test_two_gpus_reach_each_others_memory(config, compile_step, capsys, monkeyp
     profile = compile_step(*two_gpus)["profile"]
     assert profile["tensor"]["collectives"] == "mosaic_gpu"
     assert "  tensor: mosaic_gpu\n" in capsys.readouterr().out
-    collectives = {total["kind"]: total for total in profile["collectives"]}
+    collectives = {total["operation"]: total for total in profile["collectives"]}
     # Attention and MLP gather tokens and sum products, forward and backward: [2, 256, 64] in bfloat16.
     kernels = ("all_gather_matmul", "matmul_reduce_scatter")
     for kind in kernels:
         assert (collectives[kind]["count"], collectives[kind]["bytes"]) == (3 * 4, 3 * 4 * 2 * 256 * 64 * 2)
 
     by_xla = compile_step(*two_gpus, "--tensor.collectives", "xla")["profile"]
-    assert not {total["kind"] for total in by_xla["collectives"]} & {*kernels}
+    assert not {total["operation"] for total in by_xla["collectives"]} & {*kernels}
     assert "  tensor: xla\n" in capsys.readouterr().out
     wish = ("--sequence-length", 144, "--tensor.collectives", "mosaic_gpu")
     assert refused(capsys, "--config", config, *two_gpus, *wish).startswith(
@@ -309,7 +303,7 @@ def test_too_big_gets_the_verdict_and_a_change_that_fits(compile_step, capsys):
     report = compile_step("--topology", "v5e:2x2", *too_big, status=DOES_NOT_FIT)
     verdict, search = report["profile"]["verdict"], report["search"]
     assert (verdict["fits"], verdict["is_refused"]) == (False, True)
-    assert verdict["needed"] > verdict["available"] == round(15.75 * 2**30)
+    assert verdict["needed"] > verdict["available"]["size"] == round(15.75 * 2**30)
     assert (report["profile"]["program"], report["profile"]["collectives"]) == (None, [])
     # What it is short of is state, of which other activations are no part.
     assert [(attempt["arguments"], attempt["fits"]) for attempt in search["tries"]] == [
@@ -318,10 +312,10 @@ def test_too_big_gets_the_verdict_and_a_change_that_fits(compile_step, capsys):
         (["--optimizer.offload-moments", "True"], True),
     ]
     assert search["found"]["arguments"] == ["--optimizer.offload-moments", "True"]
-    assert (search["is_complete"], search["closest"]) == (True, None)
+    assert search["is_complete"]
     changed = search["found"]["profile"]
     assert (changed["devices"]["used"], changed["verdict"]["fits"]) == (1, True)
-    assert changed["memory"]["optimizer_state"] < 0.01 * report["profile"]["memory"]["optimizer_state"]
+    assert changed["state"]["optimizer_state"] < 0.01 * report["profile"]["state"]["optimizer_state"]
     printed = capsys.readouterr().out
     assert "devices: 1 × TPU v5 lite (tpu) of v5e:2x2, which has 4" in printed
     assert "verdict: does not fit: libtpu refused it" in printed
@@ -331,7 +325,9 @@ def test_too_big_gets_the_verdict_and_a_change_that_fits(compile_step, capsys):
 @needs_libtpu
 def test_a_page_is_made_for_the_tpu_compiled_for():
     arguments = ["--config", "experiments/gpt_32k.py"]
-    there, here = (parse_command_line([*arguments, *topology]).config for topology in (["--topology", "v5p:2x2x1"], []))
+    there, here = (
+        parse_command_line([*arguments, *topology]).options.train for topology in (["--topology", "v5p:2x2x1"], [])
+    )
     assert (there.model.num_layers, there.model.vocab_size) == (12, 50_304)
     assert here.model.vocab_size == 320
 
@@ -407,10 +403,10 @@ def test_a_compiler_that_is_missing_is_told_with_what_installs_it(config, capsys
     [
         (
             "import os, sys; os.write(2, b'F1121 x.cc:1] Check failed: a == b\\n'); os.abort()",
-            "SIGABRT.*Check failed: a",
+            "status -6.*Check failed: a",
         ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed; most likely this machine's memory"),
-        ("import posix; posix._exit(7)", "the compilation failed .status 7."),
+        ("import posix; posix._exit(7)", "the compiler crashed .status 7."),
     ],
 )
 def test_a_compiler_that_dies_leaves_a_message(tmp_path, code, told):

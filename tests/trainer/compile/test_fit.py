@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from trainer.compile.fit import DeviceMemory, Fit, Refusal, device_memory, judge, judge_refusal, parse_refusal
+from trainer.compile.fit import DeviceMemory, Fit, device_memory, parse_refusal
 from trainer.compile.stages import MemoryReport, memory_report
 from trainer.compile.topology.gpu import GPU_MODELS
 from trainer.compile.topology.tpu import GENERATIONS
@@ -37,8 +37,9 @@ SPARSE_CORE = (
     [(EARLY, 99.6, 15.75), (LATE, 21.95, 15.48), (ABORTED, 3.84 * 1024, 90.96), (SPARSE_CORE, 34.82 + 174.1, 95.74)],
 )
 def test_refusals_are_read_to_the_byte(message, needed, available):
-    refusal = parse_refusal(message)
-    assert refusal == Refusal(pytest.approx(needed * GIB, abs=1), pytest.approx(available * GIB, abs=1))
+    fit = parse_refusal(message)
+    assert (fit.needed, fit.available.size) == pytest.approx((needed * GIB, available * GIB), abs=1)
+    assert fit.fits is False
 
 
 def test_other_errors_are_no_refusal():
@@ -78,14 +79,9 @@ def test_what_the_host_holds_is_told_apart():
     [(100, DeviceMemory(100, "x"), True, 0), (101, DeviceMemory(100, "x"), False, -1), (101, None, None, None)],
 )
 def test_the_verdict_at_the_boundary(needed, available, fits, spare):
-    fit = judge(MemoryReport(arguments=0, outputs=0, aliased=0, temporaries=needed, code=0, peak=needed), available)
-    assert fit == Fit(needed, available)
+    fit = Fit(needed, available)
     assert (fit.fits, fit.spare) == (fits, spare)
-
-
-def test_a_refused_program_does_not_fit_whatever_the_estimate():
-    fit = judge_refusal(Refusal(99, 100), DeviceMemory(1000, "libtpu's limit for v5e"))
-    assert (fit.fits, fit.available) == (False, DeviceMemory(100, "libtpu's limit for v5e"))
+    assert Fit(needed, available, is_refused=True).fits is False, "whatever the estimate"
 
 
 def test_cpu_devices_share_the_machine():

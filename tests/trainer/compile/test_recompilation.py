@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from tests.compilations import count_compilations
 from trainer.compile.recompilation import ArgumentChange, RecompilingFunction, summarize
-from trainer.compile.stages import count_compilations
 
 
 class Told:
@@ -157,38 +157,6 @@ def test_what_is_no_array_and_what_cannot_be_traced_raise_as_they_do_in_jax(rng,
     step(make_state(), make_batch(rng))
 
 
-@pytest.fixture
-def scale(told):
-    jitted = jax.jit(lambda x, *, factor, exponent=1: factor * x**exponent, static_argnames=("factor", "exponent"))
-    return RecompilingFunction(
-        jitted, jnp.ones(3), name="scale", on_recompile=told, static_argnames=("factor", "exponent"), factor=2048
-    )
-
-
-def test_a_static_value_that_changes_is_told(scale, told):
-    for options in ({"factor": 2048}, {"factor": 1024}, {"factor": 1024, "exponent": 2}, {"factor": 2048}):
-        expected = options["factor"] * 2 ** options.get("exponent", 1)
-        assert scale(2 * jnp.ones(3), **options)[0] == expected
-    assert told.changes == [["factor: static value 2048 → 1024"], ["exponent: static value absent → 2"]]
-
-
-def test_static_values_that_only_compare_equal_differ(scale, told):
-    assert scale(jnp.ones(3, jnp.int32), factor=1).dtype == jnp.int32
-    assert scale(jnp.ones(3, jnp.int32), factor=1.0).dtype == jnp.float32
-    assert told.changes[1] == ["factor: static value 1 → 1.0"]
-
-
-def test_a_long_static_value_is_cut_to_one_line(scale, told):
-    class Factor(int):
-        def __repr__(self):
-            return "many\nlines " * 100
-
-    scale(jnp.ones(3), factor=Factor(2))
-    ((change,),) = told.changes
-    assert "\n" not in change
-    assert len(change) < 250
-
-
 def make_shardings():
     """Along four devices, whole on each of them, and on one."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
@@ -226,7 +194,7 @@ def test_a_sharding_other_than_the_declared_one_is_refused_as_jax_does(told):
 def test_summaries_put_like_changes_together_and_end():
     shape = ("shape", "(1, 32)", "(2, 32)")
     changes = [ArgumentChange("tokens", *shape), ArgumentChange("targets", *shape)]
-    changes.append(ArgumentChange("n", "static value", "1", "2"))
-    assert summarize(changes) == "tokens and 1 more: shape (1, 32) → (2, 32); n: static value 1 → 2"
-    many = [ArgumentChange("x", "static value", str(value), str(value + 1)) for value in range(5)]
-    assert summarize(many) == "x: static value 0 → 1; x: static value 1 → 2; x: static value 2 → 3; …"
+    changes.append(ArgumentChange("n", "dtype", "int32", "float32"))
+    assert summarize(changes) == "tokens and 1 more: shape (1, 32) → (2, 32); n: dtype int32 → float32"
+    many = [ArgumentChange("x", "shape", str(size), str(size + 1)) for size in range(5)]
+    assert summarize(many) == "x: shape 0 → 1; x: shape 1 → 2; x: shape 2 → 3; …"

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.compilations import count_compilations
 from tests.trainer.conftest import compilation_cache_as_before
 from trainer.compile.persistent_cache import use_compilation_cache
-from trainer.compile.stages import compile_in_stages, count_compilations
+from trainer.compile.stages import compile_in_stages
 
 
 @pytest.fixture

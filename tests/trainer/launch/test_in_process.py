@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.config.file import load_config
 from trainer.errors import UserMistake
 from trainer.launch.signals import StopRequest
@@ -117,12 +115,13 @@ def wait_until(condition) -> None:
 def test_the_first_ctrl_c_asks_and_the_second_raises():
     before = signal.getsignal(signal.SIGINT)
     told = []
-    with pytest.raises(KeyboardInterrupt), StopRequest(told.append, owns_process=False) as stop:  # noqa: PT012
+    request = StopRequest(lambda *signal: told.append(signal), owns_process=False)
+    with pytest.raises(KeyboardInterrupt), request as stop:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         wait_until(lambda: stop.requested and told)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0)
-        assert told == ["SIGTERM"]
+        assert told == [("SIGTERM", None)]
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: False)
     assert signal.getsignal(signal.SIGINT) is before
@@ -132,7 +131,7 @@ def test_a_thread_heeds_no_signals_and_leaves_them_alone():
     before, seen = signal.getsignal(signal.SIGINT), []
 
     def enter():
-        with StopRequest(lambda name: None, owns_process=False) as stop:
+        with StopRequest(lambda *_: None, owns_process=False) as stop:
             seen.append((signal.getsignal(signal.SIGINT), stop.requested))
 
     thread = threading.Thread(target=enter)
@@ -159,10 +158,3 @@ def test_a_second_ctrl_c_is_recorded_as_a_stop(config, tmp_path):
         raise KeyboardInterrupt
     record = json.loads(workdir.record.read_text())
     assert (record["status"], record["message"]) == ("preempted", "left at once by Ctrl-C, without saving")
-
-
-def test_the_event_loops_are_others_again_after_a_run():
-    before = asyncio.get_event_loop_policy()
-    with draining_event_loops():
-        assert asyncio.get_event_loop_policy() is not before
-    assert asyncio.get_event_loop_policy() is before

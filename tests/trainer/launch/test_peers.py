@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trainer.checkpoints.shared_save import SharedSave
+from trainer.checkpoints.training_state import SharedSave
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.launch.agreement import require_same, require_shared
-from trainer.launch.peer_watch import Farewell, PeerWatch
-from trainer.launch.peers import OutOfTouchError, Peers
-from trainer.launch.shared_stop import SharedStopRequest
+from trainer.launch.membership import Farewell, Membership
+from trainer.launch.peers import OutOfTouchError, Peers, require_same, require_shared
+from trainer.launch.signals import StopRequest
 
 
 class MemoryTable:
@@ -89,13 +88,7 @@ def test_only_process_0_makes_what_is_its_own_to_make(three):
     made = []
     assert in_each(three, lambda each: each.of_first("steps", lambda: made.append(each.index) or "[3]")) == ["[3]"] * 3
     assert made == [0]
-
-
-def test_one_process_needs_no_service():
-    alone = Peers()
-    assert alone.exchange("anything", "word") == ["word"]
-    assert alone.of_first("anything", lambda: "made") == "made"
-    alone.forget("anything")
+    assert Peers().of_first("alone", lambda: "made") == "made"
 
 
 def test_a_process_that_says_nothing_is_named(three):
@@ -142,7 +135,7 @@ def test_a_part_of_a_save_that_fails_in_one_process_fails_in_all(three):
         assert isinstance(failure, TrainingFailed)
         assert "process 1: OSError: [Errno 28] No space left on device" in str(failure)
     # A process that is still at a barrier of Orbax's learns it there.
-    barrier = in_each(three[:1], lambda each: saves[0].barrier("async_write_complete", 60))[0]
+    barrier = in_each(three[:1], lambda each: saves[0].barrier(key="async_write_complete", timeout_ms=60_000))[0]
     assert isinstance(barrier, OutOfTouchError)
 
 
@@ -167,11 +160,11 @@ def test_a_workdir_that_is_each_machines_own_is_refused(three, tmp_path):
 
 
 def test_after_a_signal_all_stop_at_the_same_place(three, rng):
-    watches = [PeerWatch(each) for each in three]
+    watches = [Membership(each) for each in three]
     told = {index: [] for index in range(3)}
     stops = [
-        SharedStopRequest(lambda *signal, own=told[each.index]: own.append(signal), lambda: None, each, watch)
-        for each, watch in zip(three, watches, strict=True)
+        StopRequest(lambda *signal, own=told[index]: own.append(signal), membership=watch)
+        for index, watch in enumerate(watches)
     ]
     pauses = rng.uniform(0, 0.003, (3, 10_000))
     go = threading.Barrier(4)
@@ -206,64 +199,45 @@ def test_after_a_signal_all_stop_at_the_same_place(three, rng):
     assert all(stop.requested for stop in stops)
 
 
-def test_the_end_of_one_process_is_told_to_the_others(three):
-    watches, heard, events = [PeerWatch(each) for each in three], {}, [threading.Event() for _ in three]
+@pytest.fixture
+def start(monkeypatch):
+    """Starts a membership, and returns it and the list of (process, farewell) that it would end by."""
+    opened = []
 
-    def hear(own):
-        def on_end(index, farewell):
-            heard[own] = (index, farewell)
-            events[own].set()
+    def start(peers: Peers) -> tuple[Membership, list]:
+        membership, heard = Membership(peers), []
+        monkeypatch.setattr(membership, "_follow", lambda *end: heard.append(end))
+        membership.__enter__()
+        opened.append(membership)
+        return membership, heard
 
-        return on_end
-
-    for own, watch in enumerate(watches):
-        watch.on_end = hear(own)
-        watch.start()
-    try:
-        watches[2].announce_end(None)  # as the run does: nobody minds
-        time.sleep(1.2)
-        assert heard == {}
-        watches[1].announce_end(Farewell(1, "out of memory"))
-        assert events[0].wait(10)
-        assert events[2].wait(10)
-        assert heard == {0: (1, Farewell(1, "out of memory")), 2: (1, Farewell(1, "out of memory"))}
-    finally:
-        for watch in watches:
-            watch.stop()
+    yield start
+    for membership in opened:
+        membership._closing.set()
 
 
-def test_a_silent_process_is_found_by_process_0(three, monkeypatch):
-    monkeypatch.setattr("trainer.launch.peer_watch.SILENT_AFTER_S", 1.5)
-    heard, found = [], threading.Event()
-    watches = [PeerWatch(each) for each in three[:2]]  # process 2 gives no sign
-    watches[0].on_end = lambda index, farewell: (heard.append((index, farewell)), found.set())
-    for watch in watches:
-        watch.start()
-    try:
-        assert found.wait(20)
-        index, farewell = heard[0]
-        assert (index, farewell.status) == (2, 69)
-        assert "process 2 is gone: no sign of life for" in farewell.message
-    finally:
-        for watch in watches:
-            watch.stop()
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
-def test_who_breaks_off_waits_until_process_0_has_looked_often_enough(three, monkeypatch):
-    monkeypatch.setattr("trainer.launch.peer_watch._LOOKS_TO_FIND_SILENT", 4)
-    first, watch, waited = three[0], PeerWatch(three[1]), threading.Event()
-    first.post("alive/0", "17", overwrites=True)
-    thread = threading.Thread(target=lambda: (watch.wait_for_silent(patience_s=60.0), waited.set()))
-    thread.start()
-    for looks in (18, 20):
-        first.post("alive/0", str(looks), overwrites=True)
-        assert not waited.wait(1.2)  # longer than process 0 would take, were it not standing still
-    first.post("alive/0", "21", overwrites=True)
-    assert waited.wait(10)
-    thread.join()
+def test_the_end_of_one_process_is_told_to_the_others(three, start):
+    (_, first), (second, none), (third, other) = map(start, three)
+    third.announce_end(None)  # as the run does: nobody minds
+    time.sleep(1.2)
+    assert first == none == other == []
+    second.announce_end(Farewell(1, "out of memory"))
+    wait_until(lambda: first and other)
+    assert first == other == [(1, Farewell(1, "out of memory"))]
+    assert none == []
 
 
-def test_who_breaks_off_waits_no_longer_than_its_patience_for_process_0(three):
-    begin = time.monotonic()
-    PeerWatch(three[1]).wait_for_silent(patience_s=1.0)
-    assert 1.0 <= time.monotonic() - begin < 30.0
+def test_a_silent_process_is_found_by_process_0(three, start, monkeypatch):
+    monkeypatch.setattr("trainer.launch.membership.SILENT_AFTER_S", 1.5)
+    (_, heard), _ = map(start, three[:2])  # process 2 gives no sign
+    wait_until(lambda: heard)
+    index, farewell = heard[0]
+    assert (index, farewell.status) == (2, 69)
+    assert "process 2 is gone: no sign of life for" in farewell.message

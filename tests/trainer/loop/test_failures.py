@@ -1,6 +1,5 @@
 """What ends a run besides its steps is told in one message, and nothing hides what went wrong first."""
 
-import asyncio
 import dataclasses
 import errno
 import io
@@ -22,11 +21,11 @@ import trainer.train
 from kernels import SplashTuning
 from tests.trainer.loop.steps import end_well, record_of, saved, skip_updates, warnings_of
 from trainer.__main__ import main
-from trainer.checkpoints.event_loops import DrainingEventLoop
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_saved_config
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.observers.observer import Advanced
 from trainer.train import prepare, take_steps
 from trainer.train import train as run_training
 from trainer.workdir import claim_workdir
@@ -204,36 +203,14 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
     assert (record["status"], record["message"]) == (ending, "not finite" if ending == "failed" else None)
 
 
-def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
-    ended = []
-
-    async def fail():
-        raise OSError(28, "No space left on device")
-
-    async def write(name: str, *following: str):
-        for _ in range(100):
-            await asyncio.sleep(0)
-        ended.append(name)
-        await asyncio.gather(*map(write, following))
-
-    async def save():
-        await asyncio.gather(fail(), write("second", "third"), write("fourth"))
-
-    loop = DrainingEventLoop()
-    with pytest.raises(OSError, match="No space left"):
-        loop.run_until_complete(save())
-    assert not ended
-    loop.close()
-    assert sorted(ended) == ["fourth", "second", "third"]
-
-
-def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
+def test_the_record_never_tells_a_step_that_may_not_be_done(make_loop, monkeypatch):
     def advances() -> list[int]:
-        told = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
-        watched_console.told.clear()
+        told = [event.step for event in observed if isinstance(event, Advanced)]
+        observed.clear()
         return told
 
-    loop = make_loop()
+    loop, observed = make_loop(), []
+    monkeypatch.setattr(loop.observers, "observe", observed.append)
     loop.run_window()
     assert advances() == [0, 1], "the first step is only dispatched, then waited for"
     loop.run_window()
@@ -484,9 +461,8 @@ def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_co
     loop.setup.devices = jax.devices()
     assert take_steps(loop) == 75
     loop.close()
-    [(title, _, commands)] = [told for kind, *told in watched_console.told if kind == "closing"]
+    [(title, _)] = [told for kind, *told in watched_console.told if kind == "closing"]
     assert title == "stopped at step 0 of 60, with nothing to save yet; run the same command again"
-    assert not any("trainer.sample" in command for command in commands)
 
 
 def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, watched_console, monkeypatch):

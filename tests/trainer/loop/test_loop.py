@@ -62,7 +62,7 @@ def test_each_step_is_compiled_exactly_once(first, read_run):
     compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", finished.errors)
     assert (compiled.count("train_step"), compiled.count("eval_step")) == (1, 1)
     record, steps, _ = read_run(workdir)
-    assert (record["compile"]["recompiles"], record["compile"]["elsewhere"]) == ([], [])
+    assert record["compile"]["recompiles"] == []
     assert not any("recompile_s" in row for row in steps)
     assert "warning" not in finished.output
 
@@ -150,7 +150,6 @@ def test_tensorboard_holds_the_same_values(first, read_run, read_tensorboard):
         values |= {f"memory_{category}_bytes": count for category, count in told["memory"].items()}
         for name, value in values.items():
             assert shown[f"compile/{program}/{name}"] == pytest.approx({0: float(value)}, rel=1e-6)
-        assert f"\n| {program} | " in shown["compile/programs/text_summary"][0]
 
 
 def test_the_output_is_plain_lines_with_the_description_first(first):
@@ -169,9 +168,6 @@ def test_the_output_is_plain_lines_with_the_description_first(first):
     for name in ("config.json", "record.json", "metrics.jsonl", "tensorboard/", "checkpoints/60/", *drawn):
         assert f"  written: {workdir}/{name}" in closing
         assert (workdir / name).exists()
-    sample, tensorboard = closing.partition("\nnext:\n")[2].splitlines()
-    assert f"-m trainer.sample --workdir {workdir} --prompt" in sample
-    assert tensorboard.endswith(f"--logdir {workdir}/tensorboard")
 
 
 def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
@@ -256,7 +252,7 @@ def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     script = (
         "import ctypes, os, time; from trainer.launch.signals import StopRequest\n"
         "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
-        "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
+        "with StopRequest(lambda name, _: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
         f"    {before}\n"
         "    os.write(1, b'ready\\n'); ctypes.PyDLL(None); libc = ctypes.CDLL(None)\n"
         "    while True: libc.sleep(30)"

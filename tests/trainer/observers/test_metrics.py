@@ -12,7 +12,6 @@ import pytest
 from trainer.compile.history import Recompile
 from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
-from trainer.observers.event_file import EventLog
 from trainer.observers.metrics import LoggedEntries, MetricsFile, last_logged
 from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Observers, Start, make_entry
 from trainer.observers.tensorboard import TensorBoard
@@ -24,10 +23,6 @@ TAGS = {
     "step_s": "speed/step_s",
     "validation_nats_per_token": "validation/nats_per_token",
 }
-
-
-def values_of(entry) -> dict[str, float]:
-    return {name: value for name, value in entry.items() if name != "step"}
 
 
 class Logs(Observers):
@@ -98,17 +93,17 @@ def without_times(entries) -> list[dict]:
 def test_after_every_resumption_tensorboard_shows_the_metrics(
     tmp_path, rng, start, make_entries, read_tensorboard, monkeypatch, clock
 ):
-    real_time, offset, restored, names = time.time, 0.0, 0, []
+    real_time, offset, restored = time.time, 0.0, 0
     monkeypatch.setattr(time, "time", lambda: real_time() + offset)
     (tmp_path / "tensorboard").mkdir()
     foreign = tmp_path / "tensorboard" / "events.out.tfevents.1234567890.elsewhere"
     foreign.write_bytes(b"")
+    names = [foreign.name]
     for attempt in range(5):
         log = start(restored)
-        [ours] = [path.name for path in (tmp_path / "tensorboard").iterdir() if path != foreign]
-        assert names == sorted(names)
-        assert [*names, ours] == sorted({*names, ours}), "a name of its own, that sorts last"
+        [ours] = {path.name for path in (tmp_path / "tensorboard").iterdir()} - {*names}
         names.append(ours)
+        assert names == sorted(names), "the newest sorts last"
         assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
         assert [entry["step"] for entry in read_metrics(tmp_path) if "loss" in entry] == list(range(1, restored + 1))
         last = restored + int(rng.integers(2, 12))
@@ -121,7 +116,9 @@ def test_after_every_resumption_tensorboard_shows_the_metrics(
         restored, offset = int(rng.integers(restored, last + 1)), offset + clock
         if attempt == 2:
             log.close()  # the others are killed
-    assert foreign.exists()
+        else:
+            events = tmp_path / "tensorboard" / ours
+            events.write_bytes(events.read_bytes() + bytes(9))  # amid an event
 
 
 def test_resuming_keeps_no_list_of_what_was_logged(tmp_path, start, make_entries):
@@ -150,23 +147,6 @@ def test_a_log_that_begins_late_tells_an_evaluation_of_the_last_step_once(
     log.close()
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
     assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
-    [events] = (tmp_path / "tensorboard").iterdir()
-    assert events.read_bytes().count(b"validation/nats_per_token") == 1
-
-
-def test_a_kill_between_the_two_logs_is_made_up_for(tmp_path, start, make_entries, read_tensorboard, monkeypatch):
-    log = start(0)
-    log.write(make_entries(1, 10))
-    monkeypatch.setattr(EventLog, "write", lambda *_: None)
-    log.write(make_entries(11, 14))
-    monkeypatch.undo()
-    with (tmp_path / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 15, "lo')
-    [events] = (tmp_path / "tensorboard").iterdir()
-    events.write_bytes(events.read_bytes()[:-9])
-    start(14)
-    assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
-    assert read_metrics(tmp_path)[-1]["step"] == 14
 
 
 def test_what_is_not_finite_is_null_and_no_point(tmp_path, start, read_tensorboard):
@@ -193,15 +173,12 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
     start(8, [report("train_step", 4.0)])
     shown = read_tensorboard(tmp_path / "tensorboard")
     assert shown["compile/init_state/trace_s"] == {0: 1.0}
-    # At 6 and 8 a resumption, too, has compiled: the newest holds.
     assert shown["compile/train_step/trace_s"] == {0: 2.0, 3: 13.0, 6: 3.0, 8: 4.0}
     assert sorted(shown["compile/recompile/text_summary"]) == [3, 6, 8]
-    assert sorted(shown["compile/programs/text_summary"]) == [0, 6, 8]
     start(0, [report("init_state", 5.0)])
     shown = read_tensorboard(tmp_path / "tensorboard")
-    assert {tag: sorted(points) for tag, points in shown.items()} == {
-        tag: [0] for tag in shown if "init_state" in tag or "programs" in tag
-    } | {f"compile/train_step/{name}": [0] for name in ("trace_s", "lower_s", "compile_s", "cache_hit")}
+    assert shown["compile/init_state/trace_s"] == {0: 5.0}
+    assert {tag.split("/")[1] for tag in shown} == {"init_state"}
 
 
 def test_a_disk_that_fills_and_empties_loses_nothing(

@@ -1,22 +1,14 @@
-"""The picture of a run's losses, and the commands that its end names."""
+"""The picture of a run's losses."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 
 import pytest
 
-from kernels import FullMask
-from layers import GPTConfig
-from trainer.config import DataConfig, OptimizerConfig, TrainConfig
 from trainer.observers import plots
 from trainer.observers.plots import draw_losses
-from trainer.observers.summary import next_commands
-from trainer.workdir import Workdir
-
-CONFIG = TrainConfig("run", GPTConfig(), 20, optimizer=OptimizerConfig(num_warmup_steps=2))
 
 
 @pytest.fixture
@@ -55,23 +47,3 @@ def test_without_a_loss_or_matplotlib_there_is_no_picture(metrics, tmp_path, mon
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert not draw(metrics({"step": 1, "loss": 1.0}))
     assert not (tmp_path / "loss.png").exists()
-
-
-def test_the_next_commands_are_for_this_python_and_this_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: sys.executable)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    workdir = Workdir(tmp_path / "my run")
-    sample, tensorboard = next_commands(CONFIG, workdir, has_checkpoint=True)
-    assert sample == f"python -m trainer.sample --workdir '{tmp_path}/my run' --prompt \"The \""
-    assert tensorboard == (
-        f"python -m pip install tensorboard && python -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
-    )
-    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/another-python")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: "installed")
-    bins = dataclasses.replace(CONFIG, data=DataConfig("bin", files=("x.bin",)))
-    sample, tensorboard = next_commands(bins, workdir, has_checkpoint=True)
-    assert sample.startswith(f"{sys.executable} -m trainer.sample")
-    assert sample.endswith("--tokenizer tokenizer.json")
-    assert tensorboard.startswith(f"{sys.executable} -m tensorboard.main")
-    ahead = dataclasses.replace(CONFIG, model=GPTConfig(masks=(FullMask(),)))
-    assert len(next_commands(ahead, workdir, has_checkpoint=True)) == 1

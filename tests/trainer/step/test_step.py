@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 from layers import GPTConfig
+from tests.compilations import count_compilations
 from tests.trainer.step.sharded_steps import PLAIN
 from tests.trainer.step.test_loss import exact_exponentials
-from trainer.compile.stages import compile_in_stages, count_compilations
+from trainer.compile.stages import compile_in_stages
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS, compiler_options, make_step_functions
 from trainer.step.optimizer import make_optimizer

@@ -51,18 +51,6 @@ def test_another_pipe_that_breaks_is_an_error():
     assert "BrokenPipeError" in done.stderr
 
 
-@pytest.mark.parametrize("unbuffered", [[], ["-u"]])
-@pytest.mark.parametrize(
-    "script", ["print('x' * 2**16); print('the end')", "print('held back'); sys.exit(0)", "print('held back')"]
-)
-def test_output_on_a_full_disk_is_told_in_one_message(unbuffered, script):
-    command = [sys.executable, *unbuffered, "-c", QUIET + script]
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=REPOSITORY, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "error: the output can't be written: No space left on device\n")
-
-
 def test_the_help_of_a_command_may_be_cut_short():
     commands = ("trainer", "trainer.compile")
     started = [start_without_reader("-m", command, "--help") for command in commands]

@@ -15,21 +15,16 @@ _PAGES = "config"
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One of the values that are compared."""
-
-    name: str
-    """As written."""
-    arguments: tuple[str, ...]
-    """The override, as on a command line."""
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The values of a field, or the pages, in the order in which the table lists them."""
 
     field: str
-    variants: tuple[Variant, ...]
+    values: tuple[str, ...]
+    """As written."""
+
+    def arguments(self, value: str) -> tuple[str, str]:
+        """The override, as on a command line."""
+        return f"--{self.field.replace('_', '-')}", value
 
     @property
     def compares_pages(self) -> bool:
@@ -44,13 +39,12 @@ class Comparison:
           UserMistake: no such field, or fewer than two values.
 
         >>> comparison = Comparison.parse("model.masks=CausalMask(),CausalMask() & LocalMask(1023, 0)")
-        >>> [variant.name for variant in comparison.variants]
-        ['CausalMask()', 'CausalMask() & LocalMask(1023, 0)']
-        >>> comparison.variants[0].arguments
+        >>> comparison.values
+        ('CausalMask()', 'CausalMask() & LocalMask(1023, 0)')
+        >>> comparison.arguments("CausalMask()")
         ('--model.masks', 'CausalMask()')
-        >>> comparison = Comparison.parse("config=base,window:left=511,right=0")
-        >>> [variant.arguments for variant in comparison.variants]
-        [('--config', 'base'), ('--config', 'window:left=511,right=0')]
+        >>> Comparison.parse("config=base,window:left=511,right=0").values
+        ('base', 'window:left=511,right=0')
         """
         field, _, listed = text.partition("=")
         field = field.replace("-", "_")
@@ -64,8 +58,7 @@ class Comparison:
         if field not in (_PAGES, *flag_types()):
             near = did_you_mean_field(field, [_PAGES, *flag_types()])
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
-        flag = f"--{field.replace('_', '-')}"
-        return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))
+        return Comparison(field, tuple(values))
 
 
 def _rejoin_page_arguments(parts: list[str]) -> list[str]:

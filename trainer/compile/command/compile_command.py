@@ -51,15 +51,12 @@ class CompileCommand:
 class Task:
     """A parsed command line."""
 
-    config: TrainConfig
-    """Of the first page, where pages are compared."""
+    options: CompileCommand
+    """With the config of the first page, where pages are compared."""
     arguments: tuple[str, ...]
-    """`--config FILE` and the overrides, from which `config` was made; without the page where pages are compared."""
+    """`--config FILE` and the overrides, from which the config was made; without the page where pages are compared."""
     topology: Topology | None
     comparison: Comparison | None
-    output: Path | None
-    longest_context: bool
-    search_seconds: float
 
 
 def parse_command_line(arguments: Sequence[str]) -> Task:
@@ -84,19 +81,18 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
     if comparison is not None and comparison.compares_pages:
         if options.config is not None:
             raise UserMistake(f"--compare names the pages already; leave --config {options.config} out")
-        options, _ = _read_options([*arguments, *comparison.variants[0].arguments])
+        options, _ = _read_options([*arguments, *comparison.arguments(comparison.values[0])])
     if options.output is not None:
         _require_writable(options.output)
     with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
-        for variant in comparison.variants if comparison else ():
-            options_of_variant, overrides_of_variant = _read_options([*arguments, *variant.arguments])
-            apply_overrides(CompileCommand, vars(options_of_variant), overrides_of_variant, program=PROGRAM)
+        for override in map(comparison.arguments, comparison.values) if comparison else ():
+            of_value, overrides_of_value = _read_options([*arguments, *override])
+            apply_overrides(CompileCommand, vars(of_value), overrides_of_value, program=PROGRAM)
     if topology is not None:
         topology.require_compiler()
     page = () if comparison is not None and comparison.compares_pages else ("--config", command.config)
-    longest, seconds = command.longest_context, command.search_seconds
-    return Task(command.train, (*page, *overrides), topology, comparison, command.output, longest, seconds)
+    return Task(command, (*page, *overrides), topology, comparison)
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from trainer.compile.command import report
 from trainer.compile.command.comparison import Comparison
 from trainer.compile.command.compile_command import Task
 from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
-from trainer.compile.fit_search import Changes, Remedy, SearchResult, Try, search_remedy
-from trainer.compile.longest_context import LongestContext, search_longest_context
+from trainer.compile.fit_search import Changes, Search, Try, search_remedy
+from trainer.compile.longest_context import search_longest_context
 from trainer.compile.slow import describe_slowness
 from trainer.compile.step_profile import StepProfile
+from trainer.config.file import config_to_json
 from trainer.files.atomic import write_atomically
+from trainer.hardware import installed_versions
 from trainer.terminal.console import Console
+
+SCHEMA_VERSION = 2
+_DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax")
 
 
 def run(task: Task, *, command: Sequence[str]) -> bool | None:
@@ -32,114 +37,90 @@ def run(task: Task, *, command: Sequence[str]) -> bool | None:
       UserMistake: the mesh doesn't fit the devices, or the attention backend can't serve a mask.
       TrainingFailed: the devices can't be started, or the compiler failed.
     """
-    console = _Progress()
-    console.description(task.config.description)
+    console = Console()
     if task.comparison is not None:
-        return _compare(task, task.comparison, command, console)
-    name = task.config.name
-    with console.working(f"compiling the training step of {name}"):
-        profile = profile_in_fresh_process(CompileRequest(task.arguments, task.topology))
-    facts = report.describe_target(task.config, task.topology, profile) | report.describe_profile(profile)
-    if causes := describe_slowness(task.config, profile, is_topology=task.topology is not None):
-        facts["slow"] = causes
-    console.opening(name, facts)
-    found: SearchResult | None = None
-    longest: LongestContext | None = None
-    fits = None if profile.fit is None else profile.fit.fits
-    if task.longest_context and fits is not None:
-        longest = _search_longest(task, profile, console)
-        fits = longest.changed.tokens is not None
-    elif fits is False and task.search_seconds > 0:
-        found = _search(task, profile, console)
-    content = report.to_json(task.config, task.topology, command, profile=profile, search=found, longest=longest)
-    _write(task, content)
+        fits, content = _compare(task, task.comparison, console)
+    else:
+        fits, content = _profile(task, console)
+    if task.options.output is not None:
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "command": list(command),
+            "versions": installed_versions(_DISTRIBUTIONS),
+            "topology": None if task.topology is None else task.topology.name,
+            **content,
+        }
+        write_atomically(task.options.output, json.dumps(content, indent=2) + "\n")
     return fits
 
 
-def _search(task: Task, profile: StepProfile, console: _Progress) -> SearchResult:
-    result = search_remedy(
-        task.config,
-        profile.num_devices,
-        lambda change: _compile_with(task, change, console),
-        seconds=task.search_seconds,
+def _profile(task: Task, console: Console) -> tuple[bool | None, dict[str, Any]]:
+    config, options = task.options.train, task.options
+    if config.description:
+        console.note(config.description)
+    console.note(f"compiling the training step of {config.name} …")
+    profile = profile_in_fresh_process(CompileRequest(task.arguments, task.topology))
+    facts = report.describe_target(config, task.topology, profile) | report.describe_profile(profile)
+    if causes := describe_slowness(config, profile, is_topology=task.topology is not None):
+        facts["slow"] = causes
+    console.opening(config.name, facts)
+    content = {"config": config_to_json(config), "profile": report.profile_to_json(profile)}
+
+    def compile_with(changes: Changes) -> StepProfile:
+        console.note(f"trying {changes} …")
+        return profile_in_fresh_process(CompileRequest((*task.arguments, *changes.arguments), task.topology))
+
+    fits = None if profile.fit is None else profile.fit.fits
+    if fits is None or (fits and not options.longest_context) or options.search_seconds == 0:
+        return fits, content
+    search = Search(
+        config,
+        compile_with,
+        num_devices=profile.num_devices,
         can_offload=profile.platform != "cpu",
+        seconds=options.search_seconds,
         on_try=lambda attempt: console.note(f"tried {report.describe_try(attempt)}"),
     )
-    for line in report.describe_search(result, task.search_seconds):
+    found: Try | None
+    if options.longest_context:
+        longest = search_longest_context(search, profile)
+        found, fits = longest.changed.attempt, longest.changed.tokens is not None
+        lines = report.describe_longest_context(search, longest, options.search_seconds)
+        content["longest_context"] = report.longest_context_to_json(longest) | report.tries_to_json(search)
+    else:
+        found = search_remedy(search)
+        lines = report.describe_search(search, found, options.search_seconds)
+        content["search"] = {"found": report.try_to_json(found)} | report.tries_to_json(search)
+    for line in lines:
         console.note(line)
-    _close(task, result.found, console)
-    return result
-
-
-def _search_longest(task: Task, profile: StepProfile, console: _Progress) -> LongestContext:
-    result = search_longest_context(
-        task.config,
-        profile,
-        lambda changes: _compile_with(task, changes, console),
-        seconds=task.search_seconds,
-        on_try=lambda attempt: console.note(f"tried {report.describe_try(attempt)}"),
-    )
-    for line in report.describe_longest_context(result, task.search_seconds):
-        console.note(line)
-    _close(task, result.changed.attempt, console)
-    return result
-
-
-def _compile_with(task: Task, change: Remedy | Changes, console: _Progress) -> StepProfile:
-    with console.working(f"trying {change}"):
-        return profile_in_fresh_process(CompileRequest((*task.arguments, *change.arguments), task.topology))
-
-
-def _close(task: Task, found: Try | None, console: _Progress) -> None:
-    """Reports what was found."""
     if found is not None and found.profile is not None:
-        facts = report.describe_target(found.change.apply(task.config), task.topology, found.profile)
-        console.closing(f"{task.config.name} with {found.change}", facts | report.describe_profile(found.profile))
+        facts = report.describe_target(found.changes.apply(config), task.topology, found.profile)
+        console.closing(f"{config.name} with {found.changes}", facts | report.describe_profile(found.profile))
+    return fits, content
 
 
-def _compare(task: Task, comparison: Comparison, command: Sequence[str], console: _Progress) -> bool | None:
+def _compare(task: Task, comparison: Comparison, console: Console) -> tuple[bool | None, dict[str, Any]]:
     profiles = {}
-    for variant in comparison.variants:
-        with console.working(f"compiling with {comparison.field}={variant.name}"):
-            # Without the cache: a variant that was compiled earlier would seem to compile in no time.
-            request = CompileRequest((*task.arguments, *variant.arguments), task.topology, use_cache=False)
-            profiles[variant] = profile_in_fresh_process(request)
-    last = comparison.variants[-1]
+    for name in comparison.values:
+        console.note(f"compiling with {comparison.field}={name} …")
+        # Without the cache: a variant that was compiled earlier would seem to compile in no time.
+        arguments = (*task.arguments, *comparison.arguments(name))
+        profiles[name] = profile_in_fresh_process(CompileRequest(arguments, task.topology, use_cache=False))
+    last = comparison.values[-1]
     if comparison.compares_pages:
-        pages = {variant.name: report.describe_page(profile) for variant, profile in profiles.items()}
+        pages = {name: report.describe_page(profile) for name, profile in profiles.items()}
         console.opening("config pages compared", pages)
     else:
-        facts = report.describe_target(task.config, task.topology, profiles[last])
-        console.opening(f"{task.config.name}: {comparison.field} compared", facts)
-    console.note(f"each figure with its ratio to that of {last.name}:")
+        config = task.options.train
+        facts = report.describe_target(config, task.topology, profiles[last])
+        console.opening(f"{config.name}: {comparison.field} compared", facts)
+    console.note(f"each figure with its ratio to that of {last}:")
     for line in report.comparison_table(comparison.field, profiles):
         console.note(line)
-    _write(
-        task,
-        report.to_json(
-            None if comparison.compares_pages else task.config,
-            task.topology,
-            command,
-            field=comparison.field,
-            profiles=profiles,
-        ),
-    )
+    variants = [
+        {"value": name, "arguments": comparison.arguments(name), "profile": report.profile_to_json(profile)}
+        for name, profile in profiles.items()
+    ]
     verdicts = [None if profile.fit is None else profile.fit.fits for profile in profiles.values()]
-    return False if False in verdicts else None if None in verdicts else True
-
-
-def _write(task: Task, content: dict[str, object]) -> None:
-    if task.output is not None:
-        write_atomically(task.output, json.dumps(content, indent=2) + "\n")
-
-
-class _Progress(Console):
-    """The trainer's console, which tells what is being compiled, on a terminal or not."""
-
-    @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """As the trainer's; without a terminal it prints a line."""
-        if not self._is_terminal:
-            self.note(f"{what} …")
-        with super().working(what):
-            yield
+    fits = False if False in verdicts else None if None in verdicts else True
+    return fits, {"comparison": {"field": comparison.field, "variants": variants}}

@@ -78,12 +78,11 @@ def _environment(topology: Topology | None) -> dict[str, str]:
 
 
 def _describe_death(status: int, said: list[str]) -> str:
-    if status > 0:
-        return f"the compilation failed (status {status}): {said[-1] if said else 'it said nothing'}"
     if -status == signal.SIGKILL:
         return "the compiling process was killed; most likely this machine's memory was too small for it"
-    check = next((line for line in said if "Check fail" in line), "it said nothing" if not said else said[0])
-    return f"the compiler crashed ({signal.Signals(-status).name}): {check[:300]}"
+    # libtpu goes on with a list of addresses.
+    check = next((line for line in said if "Check fail" in line), said[-1] if said else "it said nothing")
+    return f"the compiler crashed (status {status}): {check[:300]}"
 
 
 def main(answer: Path) -> None:

@@ -1,4 +1,4 @@
-"""Streamed text against the whole text, for every family of tokenizers, on text and on tokens that are none."""
+"""The text that tokens add, for every family of tokenizers, on text and on tokens that are none."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from trainer.data import ByteTokenizer, load_tokenizer
-from trainer.data.partial_characters import num_unfinished_bytes
-from trainer.sample.text import GrowingText
+from trainer.sample.text import added_text
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
-# Prefixes of characters: the last byte's six bits never tell whether there is one.
-PREFIXES = {
-    chr(c).encode()[:length]
-    for c in range(0x80, 0x110000, 0x40)
-    if not 0xD800 <= c < 0xE000
-    for length in range(1, len(chr(c).encode()))
-}
 # ByteLevel's character for each byte that text can have, as the library writes it.
 LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 BYTE_OF = {
@@ -93,14 +85,6 @@ class TextCase:
             return bytes(i for i in ids if i < 256).decode(errors="replace")
         return self.library.decode(ids)
 
-    def num_held(self, ids: Sequence[int]) -> int:
-        """Characters of the whole text that bytes to come may change."""
-        if self.to_bytes is None:
-            return 0
-        data = b"".join(map(self.to_bytes, ids))
-        held = next((length for length in (3, 2, 1) if data[-length:] in PREFIXES and len(data) >= length), 0)
-        return held if self.errors == "each byte" else min(held, 1)
-
 
 NAMES = ["byte", "llama", "gemma", "byte level", "wordpiece", "metaspace", "suffix", "no decoder"]
 
@@ -133,17 +117,9 @@ def cases(tmp_path_factory) -> dict[str, TextCase]:
 
 
 def check(case: TextCase, before: list[int], ids: list[int]) -> None:
-    """After each token all is shown that no other can change, and in the end the whole."""
-    text, tokenizer = GrowingText(case.tokenizer, before), case.tokenizer
-    begun = case.decode(before)
-    begun = begun[: len(begun) - case.num_held(before)]
-    shown = begun
-    for count, token in enumerate(ids, 1):
-        shown += text.add(token)
-        whole = case.decode([*before, *ids[:count]])
-        assert shown == whole[: len(whole) - case.num_held([*before, *ids[:count]])]
-    shown += text.end()
-    assert shown == case.decode([*before, *ids]) == tokenizer.decode([*before, *ids])
+    whole = case.decode([*before, *ids])
+    assert whole == case.tokenizer.decode([*before, *ids])
+    assert added_text(before, ids, case.tokenizer) == whole[len(case.decode(before)) :]
 
 
 CHARACTERS = st.one_of(st.sampled_from("ab ▁é中日本🙂\ufffd.\n"), st.characters(exclude_categories=["Cs"]))
@@ -153,7 +129,7 @@ TEXTS = st.text(CHARACTERS, max_size=30)
 @pytest.mark.parametrize("name", ["byte", "llama", "gemma", "byte level"])
 @given(before=TEXTS, text=TEXTS)
 @settings(max_examples=60)
-def test_text_is_shown_a_character_at_a_time(name, cases, before, text):
+def test_text_that_is_added(name, cases, before, text):
     case = cases[name]
     encode = case.tokenizer.encode
     check(case, [case.tokenizer.delimiters.end, *encode(before)], encode(text))
@@ -165,7 +141,7 @@ def test_text_is_shown_a_character_at_a_time(name, cases, before, text):
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 @settings(max_examples=60)
-def test_any_tokens_are_shown_as_early_as_they_can_be(name, cases, data):
+def test_any_tokens_that_are_added(name, cases, data):
     case = cases[name]
     likely = [*range(case.tokenizer.vocab_size)]
     if case.to_bytes is not None:  # bytes that make characters, whole, cut and overlong, more often than others
@@ -175,26 +151,12 @@ def test_any_tokens_are_shown_as_early_as_they_can_be(name, cases, data):
     check(case, data.draw(tokens), data.draw(tokens))
 
 
-def test_unfinished_characters_are_told_from_invalid_bytes():
-    for first in range(256):
-        assert num_unfinished_bytes(bytes([0x41, first])) == (bytes([first]) in PREFIXES)
-        for second in range(256):
-            data = bytes([first, second])
-            expected = 2 if data in PREFIXES else int(data[1:] in PREFIXES)
-            assert num_unfinished_bytes(data) == expected
-    for data in (prefix for prefix in PREFIXES if len(prefix) == 3):
-        assert num_unfinished_bytes(b"\xf0" + data) == 3
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma"])
-def test_byte_fallback_shows_each_character_with_its_last_byte(name, cases):
+def test_a_text_that_ends_within_a_character_keeps_those_before_it(name, cases):
     tokenizer = cases[name].tokenizer
-    text = GrowingText(tokenizer, tokenizer.encode("a"))
     ids = [token for token in tokenizer.encode("日本🙂") if tokenizer.decode([token])]
-    assert [text.add(token) for token in ids] == ["", "", "日", "", "", "本", "", "", "", "🙂"]
-    assert text.end() == ""
-    # A text that ends within a character keeps those before it.
     assert tokenizer.decode(ids[:-1]) == "日本\ufffd\ufffd\ufffd"
+    assert added_text(tokenizer.encode("a"), ids, tokenizer) == "日本🙂"
 
 
 def test_special_tokens_between_words_change_nothing(cases):
