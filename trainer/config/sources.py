@@ -69,6 +69,27 @@ def check_sources(sources: Sequence[SourceConfig]) -> None:
         raise ValueError(f"data.sources: the weights of {', '.join(names)} are all 0; make one of them positive")
 
 
+def check_sources_of_run(sources: Sequence[SourceConfig], of_run: Sequence[SourceConfig]) -> None:
+    """Checks that the sources of a phase are the run's, whose files are opened when the run starts.
+
+    Raises:
+      ValueError: a source isn't the run's, or reads other files.
+    """
+    known = {source.name: source for source in of_run}
+    for source in sources:
+        if source.name not in known:
+            raise ValueError(
+                f"sources: {source.name!r} is not one of data.sources ({', '.join(known) or 'none'}); name it there, "
+                "with weight 0 if it isn't drawn from at first"
+            )
+        for name in ("files", "format", "text_field"):
+            ours, theirs = getattr(source, name), getattr(known[source.name], name)
+            if ours != theirs:
+                raise ValueError(
+                    f"sources {source.name!r}: {name}={ours!r} is {theirs!r} in data.sources; use the same"
+                )
+
+
 def _check_weight(place: str, weight: float) -> None:
     if not 0 <= weight < math.inf:
         raise ValueError(f"{place}weight={weight} must be finite and not negative")

@@ -32,7 +32,7 @@ from trainer.config.options import (
     option,
     rules,
 )
-from trainer.config.sources import SourceConfig, SourceFormat, check_sources
+from trainer.config.sources import SourceConfig, SourceFormat, check_sources, check_sources_of_run
 from trainer.errors import name_some
 from trainer.files.paths import refuse_url
 
@@ -388,6 +388,8 @@ class Phase:
     """As `GPTConfig.remat`."""
     keep_documents_apart: bool | None = None
     """As `DataConfig.keep_documents_apart`."""
+    sources: tuple[SourceConfig, ...] | None = None
+    """As `DataConfig.sources`: sources of the run's, with other weights. Each goes on where it was."""
     optimizer: OptimizerConfig | None = None
     """A schedule of its own, over this phase and those after it that have none. None: the schedule before goes on."""
     mesh: MeshConfig | None = None
@@ -571,6 +573,7 @@ class TrainConfig:
         for index, phase in enumerate(self.phases):
             try:
                 phase.check_follows(config)
+                check_sources_of_run(phase.sources or (), self.data.sources)
                 config = config._in_phase(phase)
             except ValueError as refused:
                 raise ValueError(f"phases[{index}]: {refused}") from None
@@ -609,8 +612,8 @@ class TrainConfig:
         """The settings in a phase that follows one with these. `num_steps` is a long one, until lengths are known."""
         names = ("sequence_length", "batch_size", "gradient_accumulation", "mesh", "optimizer")
         own: dict[str, Any] = {name: getattr(phase, name) for name in names}
-        if phase.keep_documents_apart is not None:
-            own["data"] = replace(self.data, keep_documents_apart=phase.keep_documents_apart)
+        of_data = {name: getattr(phase, name) for name in ("keep_documents_apart", "sources")}
+        own["data"] = replace(self.data, **{name: value for name, value in of_data.items() if value is not None})
         own = {name: value for name, value in own.items() if value is not None}
         return replace(self, model=phase.model_after(self.model), num_steps=2**31 - 1, **own)
 

@@ -169,7 +169,7 @@ def make_mixture_iterator(
 
     Raises:
         UserMistake: the seed is negative.
-        DataError: the corpus lacks a source, or a source's weights by length leave no document.
+        DataError: a source's weights by length leave no document.
     """
     _check_seed(seed)
 

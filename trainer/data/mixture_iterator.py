@@ -17,7 +17,6 @@ from trainer.data.mixture import LENGTHS, Mixture, MixturePlace
 from trainer.data.packing import Piece, fill_sequence
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import TrainIterator, read_state, unreadable
-from trainer.errors import DataError
 
 
 class MixtureSequences:
@@ -86,7 +85,7 @@ class MixtureIterator(TrainIterator):
         on_progress: called with a line when a source runs dry for the first time.
 
     Raises:
-        DataError: the corpus lacks a source, or a source's weights by length leave no document.
+        DataError: a source's weights by length leave no document.
     """
 
     def __init__(
@@ -100,12 +99,7 @@ class MixtureIterator(TrainIterator):
         open_batches: Callable[[MixtureSequences], Any],
         on_progress: OnProgress,
     ):
-        if missing := [source.name for source in sources if source.name not in corpus.sources]:
-            raise DataError(
-                f"data.sources names {missing[0]!r}, which isn't among the sources that were loaded "
-                f"({', '.join(corpus.sources) or 'none'}); name it in the run's own data.sources, with weight 0 if it "
-                "isn't drawn from at first"
-            )
+        assert {source.name for source in sources} <= corpus.sources.keys(), "phases have the run's sources"
         self._corpus, self._sources, self._on_progress = corpus, sources, on_progress
         self._num_targets = {name: each.train.num_targets for name, each in corpus.sources.items()}
         self._sequence_length, self._seed, self._open_batches = sequence_length, seed, open_batches

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from layers import GPTConfig
-from trainer.config import DataConfig, LengthWeight, OptimizerConfig, SourceConfig, TrainConfig
+from trainer.config import DataConfig, LengthWeight, OptimizerConfig, Phase, SourceConfig, TrainConfig
 from trainer.config.file import check_types, config_from_json, config_to_json, require_readable
 from trainer.errors import UserMistake
 
@@ -90,3 +90,26 @@ def test_the_tokenizer_is_known_unless_a_source_holds_ids():
     ids = SourceConfig("ids", ("x.bin",), "bin")
     assert DataConfig(sources=(CODE, ids)).known_tokenizer is None
     assert DataConfig(sources=(CODE, ids), tokenizer="t.json").known_tokenizer == "t.json"
+
+
+def test_a_phase_has_other_weights_of_the_run_s_sources():
+    weighted = (dataclasses.replace(CODE, weight=9.0, length_weights=()), BOOKS)
+    config = dataclasses.replace(CONFIG, phases=(Phase(num_steps=5), Phase(sources=weighted)))
+    first, second = config.in_phases()
+    assert (first.config.data.sources, second.config.data.sources) == (CONFIG.data.sources, weighted)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    check_types(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"name": "other"}, r"phases\[0\]: sources: 'other' is not one of data.sources \(code, books, python\); name"),
+        ({"files": ("y",)}, r"phases\[0\]: sources 'code': files=\('y',\) is \('src.*\) in data.sources; use the same"),
+        ({"format": "jsonl"}, r"sources 'code': format='jsonl' is 'text' in data.sources"),
+        ({"weight": 0.0}, r"the weights of code are all 0"),
+    ],
+)
+def test_other_sources_in_a_phase_are_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(CONFIG, phases=(Phase(sources=(dataclasses.replace(CODE, **changes),)),))
