@@ -143,11 +143,14 @@ def _load_mixture(
     Mixture(config.sources, num_targets, sequence_length=1, seed=0)  # refuses what leaves no document
     total = sum(each.weight for each in config.sources)
     known = [[name, each.fingerprint] for name, each in sources.items()]
+    train, validation = (
+        Documents.join([getattr(each, split) for each in sources.values()]) for split in ("train", "validation")
+    )
     return Corpus(
         source="mixture",
         tokenizer=tokenizer,
-        train=Documents.join([each.train for each in sources.values()]),
-        validation=Documents.join([each.validation for each in sources.values()]),
+        train=train,
+        validation=validation,
         fingerprint=hashlib.sha256(json.dumps(known).encode()).hexdigest(),
         unigram=estimate_of_mixture(
             [(each.weight / total, count_targets(sources[each.name].train, vocab_size)) for each in config.sources]

@@ -13,7 +13,7 @@ from trainer.config import SourceConfig
 from trainer.data.batch_reader import BatchShare
 from trainer.data.corpora import Corpus
 from trainer.data.documents import Documents
-from trainer.data.mixture import LENGTHS, Mixture, MixturePlace
+from trainer.data.mixture import LENGTHS, Mixture, MixturePlace, SourcePlace
 from trainer.data.packing import Piece, fill_sequence
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import TrainIterator, read_state, unreadable
@@ -174,9 +174,11 @@ class MixtureIterator(TrainIterator):
         changed = [name for name in place.sources if name in ours and ours[name] != fingerprints.get(name)]
         if changed and not allow_changed:
             self._refuse_documents(theirs.get("corpus"), f" of the sources {', '.join(changed)}")
-        kept = {name: source for name, source in place.sources.items() if name not in changed}
+        if changed:  # the counts stay, and the shares count from here on
+            anew = {name: SourcePlace(tokens_by_length=place.sources[name].tokens_by_length) for name in changed}
+            place = place._replace(sources={**place.sources, **anew}, shares=(0, {}))
         try:
-            self._go_to(place._replace(sources=kept))
+            self._go_to(place)
         except ValueError as error:
             raise unreadable(error) from error
         notes = [f"the documents of {name!r} are other ones than before: it begins at its first" for name in changed]
