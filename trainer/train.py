@@ -161,8 +161,21 @@ def prepare_phase(
     num_bytes, digest = json.loads(described)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
+    sources = tuple(share.source for share in validation_shares)
     return Setup(
-        run, phase, corpus, plan, functions, batches, validation_batches, num_bytes, digest, samples, flops, peak
+        run,
+        phase,
+        corpus,
+        plan,
+        functions,
+        batches,
+        validation_batches,
+        num_bytes,
+        digest,
+        samples,
+        flops,
+        peak,
+        sources,
     )
 
 

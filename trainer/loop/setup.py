@@ -42,6 +42,8 @@ class Setup:
     flops: FlopCounter
     peak_flops_per_s: float | None
     """Of one device; None: unknown."""
+    validation_sources: tuple[str | None, ...]
+    """The source of each validation batch; None: the data is no mixture."""
 
     @property
     def config(self) -> TrainConfig:

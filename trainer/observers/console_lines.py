@@ -35,7 +35,8 @@ class ConsoleLines(Observer):
                 self._print_window(event)
             case Evaluated(step, evaluation):
                 loss = format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)
-                self._console.note(f"step {step}: validation {loss}")
+                sources = "".join(f", {name} {each:.4f}" for name, each in evaluation.nats_per_token_by_source.items())
+                self._console.note(f"step {step}: validation {loss}{sources}")
             case Sampled(step, prompt, text):
                 self._console.note(f"step {step}: sample: {prompt}▸{text}")
 

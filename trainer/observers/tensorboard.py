@@ -26,7 +26,7 @@ from tensorboardX.summary import text as text_summary
 from trainer.compile.history import Recompile, report_scalars
 from trainer.compile.stages import CompileReport
 from trainer.files.log_file import AppendedLog
-from trainer.observers.observer import NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import MIXTURE, NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = (
@@ -121,4 +121,6 @@ def _tag(name: str) -> str:
     """The tag of a value. TensorBoard groups charts by the part before the slash."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
+    if name.startswith(MIXTURE):
+        return name
     return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"
