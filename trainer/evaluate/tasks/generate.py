@@ -65,8 +65,8 @@ def make_examples(
             `frequent_words` have one question.
         depths: fractions of the haystack from 0 to 1. Example i asks for a needle at depth i modulo their number. The
             needles of several questions are beside each other there. Distractors are spread at random, and so are all
-            needles if it is None. Only `niah_single`, `niah_multikey` and `key_values` heed it: a question of the other tasks asks
-            for several needles, variables or words.
+            needles if it is None. Only `niah_single`, `niah_multikey` and `key_values` heed it: a question of the
+            other tasks asks for several needles, variables or words.
         tokenizer: the model's.
         haystack: any text, repeated if it is too short. Of a long one, at most the first `2 * length` tokens are used.
             `common_words` and `frequent_words` have no use for it.
