@@ -98,7 +98,7 @@ def make_run_examples(config: TrainConfig, tokenizer: Tokenizer) -> list[Example
     if evaluation.lengths and evaluation.tasks and isinstance(tokenizer, PretokenizedIds):
         raise UserMistake(
             f"evaluation.tasks={name_some(evaluation.tasks)} are texts, and a .bin file doesn't say which tokenizer "
-            "made it; set data.tokenizer to its tokenizer.json, or leave the tasks out (--evaluation.tasks with nothing "
+            "made it; set data.tokenizer to its tokenizer.json, or leave them out (--evaluation.tasks with nothing "
             "behind it)"
         )
     for length in sorted(evaluation.lengths):
