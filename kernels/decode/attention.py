@@ -10,7 +10,10 @@ from jaxtyping import Array, Float, Int
 from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.attention.dispatch import LogitsOptions, choose_backend
 from kernels.backends.tuning import Tuning
+from kernels.context.exchanges.ring import add_sinks, merge
 from kernels.decode.call import Cache, make_decode_call
+from kernels.decode.shared_prefix import attend_to_shared
+from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
 
 
@@ -62,7 +65,8 @@ def decode_attention(
     Args:
       query: of 1 to 16 new tokens of each sequence (more is correct, and slower than a prompt's
         `dot_product_attention`), in the cache's dtype. Query head n reads key/value head n // (N / K).
-      cache: a `SlabCache` or a `UnifiedCache`.
+      cache: a `SlabCache` or a `UnifiedCache`. Slots that all sequences share (`UnifiedCache.share_with_all`) are read
+        once for all of them, by the fastest backend of `dot_product_attention`; `implementation` is for the others.
       mask: which pairs may attend (`kernels.masks`), evaluated on the tokens' positions in their sequences; None
         allows all. Static under `jax.jit`.
       sequences: the cache's sequence of each batch element; by default element i is sequence i.
@@ -97,7 +101,7 @@ def decode_attention(
     """
     inputs, call = make_decode_call(
         query,
-        cache,
+        cache.without_shared() if isinstance(cache, UnifiedCache) else cache,
         mask,
         sequences=sequences,
         query_positions=query_positions,
@@ -107,5 +111,13 @@ def decode_attention(
         device=device,
     )
     backend, tuning = choose_backend(call, implementation)
-    output, lse = backend.load().attend(inputs, call, tuning)
+    if isinstance(cache, UnifiedCache) and cache.table.num_shared:
+        shared = attend_to_shared(inputs, call, cache, device)
+        output, lse = backend.load().attend(inputs._replace(sinks=None), call, tuning)
+        output, lse = merge(shared, (output.astype(call.softmax_dtype), lse))
+        if inputs.sinks is not None:
+            output, lse = add_sinks((output, lse), inputs.sinks)
+        output = output.astype(call.dtype)
+    else:
+        output, lse = backend.load().attend(inputs, call, tuning)
     return (output, lse) if return_lse else output

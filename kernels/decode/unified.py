@@ -121,14 +121,18 @@ class UnifiedCache:
         *,
         sequences: Int[Array, " B"] | None = None,
         num_tokens: Int[Array, " B"] | None = None,
+        from_start: bool = False,
     ) -> UnifiedCache:
-        """Appends tokens to sequences, as `SlabCache.write` without `from_start` does, under `jax.jit` too.
+        """Appends tokens to sequences, as `SlabCache.write` does, under `jax.jit` too.
 
         Tokens that find no room are dropped and counted: ask `check_room` before.
         """
         key, value = checked_key_value(self, key, value)
         chosen = sequences_of_batch(sequences, key.shape[0], self.num_sequences, distinct=True)
-        table, slots = self.table.allocate_to(chosen, key.shape[1], num_tokens)
+        table = self.table
+        if from_start:
+            table = table.free_written(chosen, key.shape[1], num_tokens)
+        table, slots = table.allocate_to(chosen, key.shape[1], num_tokens)
         return self.store(table, slots, key, value)
 
     def store(
@@ -179,6 +183,33 @@ class UnifiedCache:
         """
         return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
 
+    def share_with_all(self, source: int, num_shared: int = 0) -> UnifiedCache:
+        """Lets every other sequence start with all of one's tokens, which stay where they are.
+
+        Args:
+          source: the sequence that holds the tokens; what the others held is dropped.
+          num_shared: the first slots, which `decode_attention` reads once for all sequences from now on, until one of
+            them is freed: whole blocks, each slot with the source's token at the position of the slot's number, as the
+            first sequence that is written to an empty cache has them. Static; under `jax.jit` it is taken on trust.
+
+        Raises:
+          ValueError: the cache hasn't the sequence, or those slots hold anything else.
+
+        >>> cache = UnifiedCache.empty(3, capacity=1024, num_kv_heads=4, head_dim=64)
+        >>> context = jnp.ones((1, 300, 4, 64), jnp.bfloat16)
+        >>> cache = cache.write(context, context, sequences=jnp.array([0])).share_with_all(0, num_shared=256)
+        >>> cache.lengths.tolist(), cache.table.num_shared
+        ([300, 300, 300], 256)
+        """
+        return dataclasses.replace(self, table=self.table.share_with_all(source, num_shared))
+
+    def without_shared(self) -> UnifiedCache:
+        """The slots after those that all sequences share, for attention to them alone: nothing may be written here."""
+        num_shared = self.table.num_shared
+        if not num_shared:
+            return self
+        return UnifiedCache(self.key[num_shared:], self.value[num_shared:], self.table.without_shared())
+
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
         """Checks, on the host, that sequences may grow; `num_tokens` and `sequences` as in `SlabCache.check_room`.
 
@@ -227,6 +258,7 @@ class SlotTable:
       num_dropped: tokens of each sequence for which there was no free block. They are lost, and `check_room` says so
         until the sequence ends.
       block_size: slots of a block.
+      num_shared: the first slots, whole blocks, in which all sequences have the tokens at the same positions.
     """
 
     positions: Int[Array, " C"]
@@ -239,6 +271,7 @@ class SlotTable:
     last_slots: Int[Array, " Z"]
     num_dropped: Int[Array, " Z"]
     block_size: int = field(metadata={"static": True})
+    num_shared: int = field(default=0, metadata={"static": True})
 
     @staticmethod
     def empty(num_sequences: int, capacity: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> SlotTable:
@@ -357,8 +390,15 @@ class SlotTable:
             lengths=self.lengths.at[numbers].set(0, mode="drop"),
             last_slots=self.last_slots.at[numbers].set(-1, mode="drop"),
             num_dropped=self.num_dropped.at[numbers].set(0, mode="drop"),
+            num_shared=0,
         )
         return table._summarized()
+
+    def free_written(self, sequences: Int[Array, " B"] | None, num_new: int, num_tokens: Any) -> SlotTable:
+        """Ends those of some sequences, whose numbers have been checked, that are about to get tokens."""
+        numbers = numbered(sequences, self.num_sequences)
+        counts = token_counts(num_tokens, num_new, jnp.zeros_like(numbers))
+        return self._free(jnp.where(counts > 0, numbers, self.num_sequences))
 
     def share(self, source: int, target: int, num_tokens: int | None = None) -> SlotTable:
         """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
@@ -389,6 +429,52 @@ class SlotTable:
             num_dropped=table.num_dropped.at[takers].set(lost, mode="drop"),
         )
         return table._summarized()
+
+    def share_with_all(self, source: int, num_shared: int = 0) -> SlotTable:
+        """Lets every other sequence start with all of one's tokens. See `UnifiedCache.share_with_all`."""
+        number = sequence_numbers(integers("source", source, ()), self.num_sequences)
+        seen = self._sees(self.owners, number)[0]
+        if num_shared % self.block_size or not 0 <= num_shared < self.capacity:
+            most = min(max(num_shared, 0), self.capacity - self.block_size)
+            raise ValueError(
+                f"num_shared={num_shared} must be whole blocks of {self.block_size} slots, fewer than the "
+                f"{self.capacity} that there are; use {most // self.block_size * self.block_size}"
+            )
+        if not is_traced((seen, self.positions)):
+            held = np.where(seen, self.positions, -1)[:num_shared]
+            if (wrong := np.flatnonzero(held != np.arange(num_shared))).size:
+                raise ValueError(
+                    f"slot {wrong[0]} doesn't hold the token of sequence {source} at position {wrong[0]}; expected it "
+                    f"in each of the first num_shared={num_shared} slots; write the sequence to an empty cache first, "
+                    "or share fewer"
+                )
+        everyone = jnp.bitwise_or.reduce(self._sets(jnp.arange(self.num_sequences, dtype=jnp.int32)), axis=0)
+        all_of_them = jnp.ones_like(self.lengths)
+        is_source = jnp.arange(self.num_sequences, dtype=jnp.int32) == number
+        table = dataclasses.replace(
+            self,
+            positions=jnp.where(seen, self.positions, -1),
+            owners=jnp.where(seen[:, None], everyone, 0),
+            lengths=all_of_them * take_sequences(self.lengths, number),
+            last_slots=jnp.where(is_source, self.last_slots, -1),
+            num_dropped=all_of_them * take_sequences(self.num_dropped, number),
+            num_shared=int(num_shared),
+        )
+        return table._summarized()
+
+    def without_shared(self) -> SlotTable:
+        """The part of the table after the slots that all sequences share. See `UnifiedCache.without_shared`."""
+        slot, block = self.num_shared, self.num_shared // self.block_size
+        return dataclasses.replace(
+            self,
+            positions=self.positions[slot:],
+            owners=self.owners[slot:],
+            lowest=self.lowest[block:],
+            highest=self.highest[block:],
+            some_slot=self.some_slot[block:],
+            every_slot=self.every_slot[block:],
+            num_shared=0,
+        )
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
         """Checks that there are free blocks enough. See `UnifiedCache.check_room`."""

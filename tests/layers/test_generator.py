@@ -151,14 +151,12 @@ def test_a_model_generates_what_its_generator_does_and_compiles_once(rng, model,
     texts = model.generate(prompts, 6, temperature=3.0, **options)
     assert texts == texts_of(*draw, requests)
     generator = generator_of(GPT, CONFIG, VOCAB_SIZE)
-    sizes = [program._cache_size() for program in (generator._lay_out, generator._begin, generator._step)]
+    sizes = [program._cache_size() for program in (generator.lay_out, generator._begin, generator._step)]
     stop = texts[0][2]
     other = nnx.clone(model)
     longer = [np.asarray(prompt + prompt) for prompt in prompts]
     again = other.generate(longer, 8, temperature=1.0, stop_token=stop, **options)
-    assert (
-        sizes == [1, 1, 1] == [each._cache_size() for each in (generator._lay_out, generator._begin, generator._step)]
-    )
+    assert sizes == [1, 1, 1] == [each._cache_size() for each in (generator.lay_out, generator._begin, generator._step)]
     assert all(len(text) == 8 or text[-1] == stop for text in again)
 
 

@@ -138,9 +138,13 @@ def refuse_other_phases(held: TrainConfig, config: TrainConfig, step: int) -> No
     Raises:
       UserMistake: names the first phase that differs.
     """
-    for ours, theirs in zip(config.in_phases(), held.in_phases(), strict=False):
+    if not config.phases and not held.phases:
+        return
+    phases = config.in_phases()
+    for ours, theirs in zip(phases, held.in_phases(), strict=False):
         if theirs.first_step >= step:
             return
+        refuse_other_run(theirs.config, ours.config, f"phases[{theirs.index}] of the checkpoint")
         is_over = theirs.last_step < step
         if (ours.first_step, ours.moments) != (theirs.first_step, theirs.moments) or (
             is_over and ours.last_step != theirs.last_step
@@ -150,7 +154,7 @@ def refuse_other_phases(held: TrainConfig, config: TrainConfig, step: int) -> No
                 f"checkpoint, {theirs.first_step + 1} to {theirs.last_step}, are made already; give it the same "
                 "place, or choose another --workdir"
             )
-        if not is_over and ours.last_step < step:
+        if not is_over and ours.last_step < step and ours is not phases[-1]:
             raise UserMistake(
                 f"phases[{ours.index}] ends after step {ours.last_step}, and the checkpoint of step {step} is of this "
                 "phase; let it end there or later, or choose another --workdir"

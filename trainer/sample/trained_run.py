@@ -66,12 +66,21 @@ def open_run(path: Path, *, step: int | None, tokenizer: str | None, implementat
             "the run was trained on .bin files, which don't say which tokenizer made them; "
             "give its tokenizer.json with --tokenizer"
         )
-    _check_tokenizer(loaded, checkpoint, model)
+    check_tokenizer(loaded, checkpoint, model)
     return TrainedRun(config, model, loaded, checkpoint)
 
 
-def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:
-    """Refuses a tokenizer that isn't training's. Of `.bin` files nobody knows which that was."""
+def check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:
+    """Refuses a tokenizer that isn't training's. Of `.bin` files nobody knows which that was.
+
+    Args:
+      tokenizer: the given one.
+      checkpoint: of the run.
+      model: the run's.
+
+    Raises:
+      UserMistake: it is another one, or has more ids than the model.
+    """
     trained, given = checkpoint.tokenizer, tokenizer.identity
     if trained not in (given, PretokenizedIds.identity):
         raise UserMistake(

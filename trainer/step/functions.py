@@ -18,6 +18,7 @@ from kernels.context import SequenceSharding
 from layers import GPT, ActivationSharding
 from trainer.config import TrainConfig
 from trainer.step.host_offload import moments_on_host, require_host_memory
+from trainer.step.loss import TokenLosses
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
 from trainer.step.plan import Plan, make_plan
@@ -32,6 +33,7 @@ from trainer.step.train_step import (
     TrainState,
     eval_step,
     mean_loss_gradient,
+    token_step,
     train_step,
 )
 
@@ -64,6 +66,8 @@ class StepFunctions:
     """Jitted: (params, batch) → (gradient of the mean loss, sums). What `train_step` updates by."""
     eval_step: Callable[[Any, Batch], tuple[Array, Array]]
     """Jitted: (params, batch) → (sum of nats, number of targets)."""
+    token_step: Callable[[Any, Batch], TokenLosses]
+    """Jitted: (params, batch) → loss of each target, [B, T], whole on every device and in the batch's order."""
 
     @property
     def state_shardings(self) -> TrainState:
@@ -144,6 +148,9 @@ def make_step_functions(
         ),
         eval_step=jax.jit(
             functools.partial(eval_step, context), in_shardings=(shardings.params, of_batch), out_shardings=of_scalar
+        ),
+        token_step=jax.jit(
+            functools.partial(token_step, context), in_shardings=(shardings.params, of_batch), out_shardings=of_scalar
         ),
     )
 

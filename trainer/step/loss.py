@@ -99,6 +99,45 @@ def chunked_cross_entropy(
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
 
 
+class TokenLosses(NamedTuple):
+    """What a model makes of each target."""
+
+    nats: Float[Array, "B T"]
+    """Negative log-likelihood."""
+    is_likeliest: Bool[Array, "B T"]
+    """True where the target has the highest logit, or is the first of those that have."""
+
+
+def token_losses(
+    hidden: Float[Array, "B T D"],
+    head_kernel: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    *,
+    chunk_size: int,
+    logits_soft_cap: float | None = None,
+) -> TokenLosses:
+    """The cross-entropy of each token, whose logits exist a chunk of tokens at a time; not to be differentiated.
+
+    Args:
+      hidden, head_kernel, targets, chunk_size, logits_soft_cap: as in `chunked_cross_entropy`.
+
+    >>> losses = token_losses(jnp.zeros((1, 3, 8)), jnp.zeros((8, 4)), jnp.array([[0, 1, 2]]), chunk_size=2)
+    >>> losses.is_likeliest.tolist()
+    [[True, False, False]]
+    """
+    head = head_kernel.astype(hidden.dtype)
+
+    def of_chunk(_, chunk):
+        hidden, targets = chunk  # [C, D], [C]
+        logits = _capped_logits(hidden, head, logits_soft_cap, _sum_dtype(head_kernel))
+        highest, exp_sum = _highest_and_exp_sum(logits)
+        nats = highest + jnp.log(exp_sum) - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return None, TokenLosses(nats, logits.argmax(-1) == targets)
+
+    _, losses = lax.scan(of_chunk, None, _into_chunks((hidden, targets), chunk_size))
+    return jax.tree.map(lambda x: x.reshape(-1)[: targets.size].reshape(targets.shape), losses)
+
+
 class _Options(NamedTuple):
     chunk_size: int
     z_loss: float
@@ -194,9 +233,7 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
-        logits = jnp.dot(hidden, head, preferred_element_type=sum_dtype)
-        if cap is not None:
-            logits = cap * jnp.tanh(logits / cap)
+        logits = _capped_logits(hidden, head, cap, sum_dtype)
         highest, exp_sum = _highest_and_exp_sum(logits)
         log_partition = highest + jnp.log(exp_sum)  # [C]
         target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
@@ -257,6 +294,13 @@ def _sweep_by_exponentials(
 
 def _sum_dtype(head: Array) -> jnp.dtype:
     return at_least_float32(head.dtype)
+
+
+def _capped_logits(
+    hidden: Float[Array, "C D"], head: Float[Array, "D V"], cap: float | None, sum_dtype: jnp.dtype
+) -> Float[Array, "C V"]:
+    logits = jnp.dot(hidden, head, preferred_element_type=sum_dtype)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _sum_up(

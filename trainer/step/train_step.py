@@ -28,7 +28,7 @@ from layers import GPT
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
-from trainer.step.loss import CrossEntropy, chunked_cross_entropy
+from trainer.step.loss import CrossEntropy, TokenLosses, chunked_cross_entropy, token_losses
 from trainer.step.parameter_gather import ParameterGather
 from trainer.step.router_loss import LossSums, add_router_losses, sum_load
 from trainer.step.sharding import is_on_host
@@ -130,6 +130,31 @@ def evaluate_on_device(context: StepContext, params: Any, batch: Batch) -> Cross
     gather = context.gather
     model, hidden, _ = run_model(context, gather.gather_others(params), batch, gather.gather_layer)
     return gather.sum(cross_entropy(context, model, hidden, batch))
+
+
+def token_step(context: StepContext, params: Any, batch: Batch) -> TokenLosses:
+    """The loss of each target, and whether the model holds it the likeliest: [B, T], in the batch's order."""
+    spec = context.batch_sharding.spec
+    mapped = context.gather.map_devices(
+        functools.partial(token_losses_on_device, context),
+        in_specs=(context.specs_of_params, spec),
+        out_specs=spec,
+    )
+    return mapped(params, batch)
+
+
+def token_losses_on_device(context: StepContext, params: Any, batch: Batch) -> TokenLosses:
+    """Of this device's tokens."""
+    gather, config = context.gather, context.config
+    model, hidden, _ = run_model(context, gather.gather_others(params), batch, gather.gather_layer)
+    with jax.named_scope("loss"):
+        return token_losses(
+            hidden,
+            model.head_kernel,
+            batch["targets"],
+            chunk_size=config.loss.chunk_size,
+            logits_soft_cap=config.model.final_logits_soft_cap,
+        )
 
 
 def mean_loss_gradient(context: StepContext, params: Any, batch: Batch) -> tuple[Any, LossSums]:

@@ -18,6 +18,7 @@ from trainer.config import CompilationConfig, DataConfig, TrainConfig
 from trainer.config.file import load_config
 from trainer.config.init_from import read_initial_model
 from trainer.errors import UserMistake
+from trainer.evaluate.evaluate_command import parse_command_line as parse_evaluate
 from trainer.export.export_command import parse_command_line as parse_export
 from trainer.files.paths import refuse_url
 from trainer.sample.sample_command import parse_command_line as parse_sample
@@ -67,13 +68,19 @@ def test_a_path_is_no_url(path):
         (parse_sample, ["--workdir"]),
         (parse_sample, ["--workdir", "run", "--prompt-file"]),
         (parse_sample, ["--workdir", "run", "--prompt", "x", "--tokenizer"]),
+        (parse_evaluate, ["--workdir"]),
+        (parse_evaluate, ["--model"]),
+        *(
+            (parse_evaluate, ["--workdir", "run", flag])
+            for flag in ("--output", "--haystack", "--files", "--tokenizer")
+        ),
         (parse_export, ["--output", "x", "--workdir"]),
         (parse_export, ["--workdir", "run", "--output"]),
         (parse_export, ["--workdir", "run", "--output", "x", "--tokenizer"]),
     ],
 )
 def test_each_command_refuses_urls(parse, flags, url):
-    page = [] if parse in (parse_sample, parse_export) or flags == ["--config"] else ["--config", PAGE]
+    page = [] if parse in (parse_sample, parse_evaluate, parse_export) or flags == ["--config"] else ["--config", PAGE]
     with pytest.raises(UserMistake, match=r"is a URL; expected a path in this machine's file systems"):
         parse([*page, *flags, url])
 
@@ -87,6 +94,7 @@ def test_each_command_refuses_urls(parse, flags, url):
         ("decode.__main__", "DecodeArguments"),
         ("mixture", "MixtureArguments"),
         ("plots", "PlotArguments"),
+        ("shared_context", "SharedContextArguments"),
         ("tables", "TablesArguments"),
         ("train_throughput.__main__", "ThroughputArguments"),
     ],

@@ -47,6 +47,7 @@ CHANGED = TrainConfig(
     "second",
     MODEL,
     num_steps=300,
+    phases=(configs.Phase(num_steps=100), configs.Phase()),
     sequence_length=128,
     description="other",
     batch_size=4,
@@ -82,7 +83,7 @@ def test_every_field_declares_the_consequence_of_a_change():
 
 def test_the_number_of_fields():
     """Each setting is one more for everybody to read. Whoever adds one says here that it is worth it."""
-    assert len(flag_types()) == 111
+    assert len(flag_types()) == 113
 
 
 def test_a_field_without_a_consequence_is_found():

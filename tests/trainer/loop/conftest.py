@@ -29,8 +29,13 @@ def make_loop(config, tmp_path, watched_console):
     opened: list[TrainingLoop] = []
 
     def make(**changed) -> TrainingLoop:
+        run = dataclasses.replace(config, **changed)
+        [phase] = run.in_phases()
         setup = SimpleNamespace(
-            config=dataclasses.replace(config, **changed),
+            run=run,
+            config=run,
+            phase=phase,
+            validation_digest="",
             batches=EndlessBatches(),
             put=lambda batch: batch,
             flops=SimpleNamespace(of_documents=lambda _: StepFlops(1, 2)),
@@ -43,7 +48,7 @@ def make_loop(config, tmp_path, watched_console):
         this = SimpleNamespace(
             console=watched_console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
         )
-        loop = TrainingLoop(setup, workdir, this)
+        loop = TrainingLoop([setup], workdir, this)
         metrics = make_metrics()
         loop.programs = SimpleNamespace(
             train_step=lambda state, _: (state, metrics), eval_step=None, is_compiling=False

@@ -122,7 +122,9 @@ def test_a_loss_is_measured_anew_exactly_where_something_else_is_measured(change
 
     # A run that is finished prints the loss that it has, or measures another.
     entry = {"step": 9, "validation_nats_per_token": 7.5, "validation_digest": before[1]}
-    evaluator = Evaluator(SimpleNamespace(validation_digest=after[1]), None, None, None)
+    evaluator = Evaluator(
+        SimpleNamespace(validation_digest=after[1], phase=SimpleNamespace(first_step=0)), None, None, None
+    )
     told = evaluator.take_up([{"step": 5, "validation_nats_per_token": 8.0, "validation_digest": "old"}, entry])
     assert evaluator.evaluations == ({9: entry} if before == after else {})
     assert (told is None) == (before == after)
@@ -190,6 +192,6 @@ def test_bytes_of_ids_without_a_tokenizer_are_unknown(base, tmp_path, rng):
 
 
 def test_losses_that_an_earlier_version_logged_are_measured_anew_without_a_word():
-    evaluator = Evaluator(SimpleNamespace(validation_digest="d"), None, None, None)
+    evaluator = Evaluator(SimpleNamespace(validation_digest="d", phase=SimpleNamespace(first_step=0)), None, None, None)
     assert evaluator.take_up([{"step": 9, "validation_nats_per_token": 7.5}]) is None
     assert evaluator.evaluations == {}

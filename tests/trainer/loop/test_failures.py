@@ -53,7 +53,7 @@ def test_devices_that_cannot_start_are_told_in_one_message(trainer_command, tmp_
 
 
 def test_a_bug_is_not_taken_for_a_mistake_of_the_user(config, monkeypatch):
-    def defective(*_):
+    def defective(*_, **__):
         raise ValueError("operands could not be broadcast together")
 
     monkeypatch.setattr("trainer.train.make_step_functions", defective)
@@ -104,7 +104,7 @@ def make_loops(monkeypatch, train):
 
     monkeypatch.setattr("trainer.train.TrainingLoop", Loop)
     monkeypatch.setattr("trainer.train.take_steps", lambda loop: train(loop.record))
-    monkeypatch.setattr("trainer.train.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    monkeypatch.setattr("trainer.train.prepare", lambda *_: [SimpleNamespace(to_json=dict, facts=dict)])
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
@@ -379,7 +379,7 @@ def test_saving_is_rehearsed_before_anything_is_compiled(make_loop, monkeypatch)
         assert devices == ["a device"]
         raise TrainingFailed("no checkpoint can be saved")
 
-    resumed = SimpleNamespace(state=3, step=0, config_history=loop.config_history, origin=None)
+    resumed = SimpleNamespace(state=3, step=0, phase=0, config_history=loop.config_history, origin=None)
     monkeypatch.setattr("trainer.loop.training_loop.restore", lambda *_: resumed)
     loop.setup.functions = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(["a device"])))
     monkeypatch.setattr(loop.saver, "rehearse", refuse)

@@ -101,7 +101,7 @@ def test_a_run_says_both_before_it_starts_and_warns_once(pretrained, tmp_path, m
 
     def prepare(*_):
         before.append(capsys.readouterr().out)
-        return SimpleNamespace(to_json=dict, facts=dict)
+        return [SimpleNamespace(to_json=dict, facts=dict)]
 
     def end(*_):
         raise TrainingFailed("the end of the test")

@@ -26,7 +26,7 @@ def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak,
     flops = FlopCounter(model, T)
     config = SimpleNamespace(num_steps=9, optimizer=OptimizerConfig())
     setup = SimpleNamespace(
-        config=config, flops=flops, devices=[None] * 4, peak_flops_per_s=peak, batches=EndlessBatches()
+        run=config, config=config, flops=flops, devices=[None] * 4, peak_flops_per_s=peak, batches=EndlessBatches()
     )
     ids = np.sort(rng.integers(0, 5, (2, 3, T)), axis=-1)  # 0: padding
     num_tokens = [int((of_batch > 0).sum()) for of_batch in ids]

@@ -1,0 +1,1 @@
+"""`python -m trainer.evaluate`: losses by position and by length, and retrieval from long contexts."""
