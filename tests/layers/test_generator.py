@@ -156,9 +156,7 @@ def test_a_model_generates_what_its_generator_does_and_compiles_once(rng, model,
     other = nnx.clone(model)
     longer = [np.asarray(prompt + prompt) for prompt in prompts]
     again = other.generate(longer, 8, temperature=1.0, stop_token=stop, **options)
-    assert (
-        sizes == [1, 1, 1] == [each._cache_size() for each in (generator.lay_out, generator._begin, generator._step)]
-    )
+    assert sizes == [1, 1, 1] == [each._cache_size() for each in (generator.lay_out, generator._begin, generator._step)]
     assert all(len(text) == 8 or text[-1] == stop for text in again)
 
 

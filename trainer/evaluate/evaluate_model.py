@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-import rich.console
 
 from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
 from trainer.compile.persistent_cache import use_compilation_cache
@@ -54,7 +53,7 @@ def run(command: EvaluateCommand) -> None:
       UserMistake: there is no such model, its tokenizer is unknown or another, or a length is beyond its positions.
       TrainingFailed: a checkpoint or the data is damaged, a device is out of memory, or the results can't be written.
     """
-    console = Console(rich.console.Console(file=sys.stderr, highlight=False))
+    console = Console(sys.stderr)
     subject = open_subject(command, console)
     if (warning := subject.check_lengths(command)) is not None:
         console.warning(warning)
@@ -112,15 +111,14 @@ def _plan(command: EvaluateCommand, subject: Subject, console: Console) -> _Work
             raise UserMistake(f"{refused}; --tasks none measures losses alone") from refused
         haystack = NOISE if command.haystack is None else _read_haystack(command.haystack)
         make = functools.partial(_make_examples, command, subject.tokenizer, haystack)
-        with console.working("making tasks"):
-            for length in lengths:
-                for task in names:
-                    try:
-                        examples.setdefault(length, []).extend(make(task, length))
-                    except UserMistake as refused:
-                        if command.asks_for_tasks:
-                            raise
-                        console.note(f"left out: {refused}")
+        for length in lengths:
+            for task in names:
+                try:
+                    examples.setdefault(length, []).extend(make(task, length))
+                except UserMistake as refused:
+                    if command.asks_for_tasks:
+                        raise
+                    console.note(f"left out: {refused}")
     if documents is None and not any(examples.values()):
         raise UserMistake(f"there is nothing to evaluate: --lengths {command.lengths} is too short for every task")
     return _Work(documents, losses, examples)
@@ -161,8 +159,7 @@ def _measure(
     mesh = make_mesh(config.mesh)
     parts = () if work.losses is None else work.losses.parts
     forward = TokenForward(config, mesh, max((part.stop - part.start for part in parts), default=1))
-    with console.working("loading parameters"):
-        step, params = subject.load(forward.abstract_params)
+    step, params = subject.load(forward.abstract_params)
     console.note(
         f"{subject.name} at step {step}: {format_count(config.model.num_parameters)} parameters, "
         f"{mesh.size} × {mesh.devices.flat[0].device_kind}"
@@ -170,8 +167,7 @@ def _measure(
     if work.documents is not None and work.losses is not None:
         streams = work.losses.streams(work.documents)
         begun = time.perf_counter()
-        with console.working(f"losses of {len(streams)} texts"):
-            nats = [losses.nats for losses in forward(params, streams)]
+        nats = [losses.nats for losses in forward(params, streams)]
         num_tokens = sum(map(len, nats))
         console.note(f"losses of {num_tokens:,} tokens in {format_seconds(time.perf_counter() - begun)}")
         yield step, work.losses.bin(nats, command.token_lengths[0])
@@ -186,9 +182,8 @@ def _measure(
             del params
         scores = []
         begun = time.perf_counter()
-        for number, example in enumerate(examples, 1):
-            with console.working(f"{format_length(length)}: {example.task}, context {number} of {len(examples)}"):
-                scores.append(score_example(decoder, laid_out, example, subject.tokenizer))
+        for example in examples:
+            scores.append(score_example(decoder, laid_out, example, subject.tokenizer))
         console.note(
             f"{format_length(length)}: {len(examples)} contexts in {format_seconds(time.perf_counter() - begun)}, "
             f"{format_bytes(decoder.cache_bytes)} of keys and values"

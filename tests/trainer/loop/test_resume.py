@@ -81,7 +81,9 @@ def place(finished, tmp_path):
         checkpoint = path / "checkpoints" / "4"
         metadata = read_metadata(checkpoint)
         restored = Restored(checkpoint, 4, None, metadata.data, metadata.config_history, ())
-        history, told = go_on_from(restored, SimpleNamespace(run=config, config=config, batches=batches), Workdir(path, lock=0))
+        history, told = go_on_from(
+            restored, SimpleNamespace(run=config, config=config, batches=batches), Workdir(path, lock=0)
+        )
         return history, told, batches
 
     yield go_on

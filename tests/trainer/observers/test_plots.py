@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from trainer.observers import loss_plot
-from trainer.observers.loss_plot import draw_losses
+from trainer.observers import plots
+from trainer.observers.plots import draw_losses
 
 
 @pytest.fixture
@@ -44,6 +44,6 @@ def test_losses_are_drawn_whatever_else_the_file_holds(metrics, tmp_path):
 
 def test_without_a_loss_or_matplotlib_there_is_no_picture(metrics, tmp_path, monkeypatch):
     assert not draw(metrics({"step": 1, "loss": None}))
-    monkeypatch.setattr(loss_plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert not draw(metrics({"step": 1, "loss": 1.0}))
     assert not (tmp_path / "loss.png").exists()
