@@ -84,11 +84,12 @@ def run(command: CompareCommand) -> None:
             raise UserMistake(
                 f"--output {command.output} lies in workdir {each.path}, which is only read; name a file elsewhere"
             )
-    for line in comparison_table(runs, command.window):
-        console.note(line)
-    try:
+    table = comparison_table(runs, command.window)
+    try:  # before a reader may leave, as `| head` does
         is_drawn = draw_comparison(runs, command.window, command.output)
     except OSError as error:
         raise TrainingFailed(f"--output {command.output} can't be written: {error.strerror}") from error
+    for line in table:
+        console.note(line)
     no_picture = "no picture: matplotlib isn't installed; install the plots extra"
     console.note(f"\nwritten: {command.output}" if is_drawn else f"\n{no_picture}")

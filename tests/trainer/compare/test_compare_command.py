@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -326,6 +329,17 @@ def test_a_picture_is_written_and_nothing_in_the_workdirs(runs, compare):
     # The runs may stand on both sides of a flag, and another window makes another picture.
     assert compare(runs[0], "--output", "other.png", runs[1], "--window", 1)[0] == 0
     assert Path("other.png").read_bytes() != content
+
+
+def test_the_picture_is_written_although_the_reader_leaves(runs):
+    pytest.importorskip("matplotlib", reason="the plots extra isn't installed")
+    command = [sys.executable, "-m", "trainer.compare", *map(str, runs)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "JAX_PLATFORMS": "cpu"}
+    read, write = os.pipe()
+    os.close(read)  # nobody reads what it prints
+    with os.fdopen(write) as output:
+        assert subprocess.run(command, stdout=output, env=environment).returncode == 0
+    assert Path("compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_it_says_so(runs, compare, monkeypatch):
