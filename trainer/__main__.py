@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             has_lengths = any(argument.partition("=")[0] == "--phases" for argument in arguments)
             recipe = describe_phases(config) if has_lengths and config.phases else []
             if command.write_page is not None:
-                print("\n".join([*recipe, write_page(config, command.write_page, line)]))
+                print("\n".join([*recipe, write_page(config, command.write_page, line, recipe[:1])]))
                 return COMPLETED
 
             def run(membership: Membership) -> int:

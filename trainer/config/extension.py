@@ -14,8 +14,8 @@ of the second phase. Its values, and the rule that this module makes of each:
 
 ProLong's model, Llama 3, has neither windows nor RoPE scaling. A model keeps its own RoPE in a phase whose length it
 knows already, and where its base is larger. Its scaling stays. Layers without RoPE stay without. Layers with windows
-get the base of the others where both have one RoPE: another would leave a model that its family can't hold. Where they
-have a RoPE of their own they keep it, as in Gemma 3 (arXiv:2503.19786) and OLMo 3 (arXiv:2512.13961).
+get the base of the others where all have one: most families can't hold two. Where they have a base of their own they
+keep it, as in Gemma 3 (arXiv:2503.19786).
 """
 
 from __future__ import annotations
@@ -204,6 +204,6 @@ def _longer_rope(model: GPTConfig, length: int, context_length: int | None) -> d
     base = rope_base_at(length)
     if not beyond or base <= max(layer.rope_base or 0.0 for layer in turned):
         return {}
-    of_wide = {(layer.rope_base, layer.rope_scaling) for layer in wide}
-    differ = any((layer.rope_base, layer.rope_scaling) not in of_wide for layer in turned)
+    of_wide = {layer.rope_base for layer in wide}
+    differ = any(layer.rope_base not in of_wide for layer in turned)
     return {"rope_base": base, "rope_layers": "global"} if wide and differ else {"rope_base": base}

@@ -24,13 +24,14 @@ from trainer.files.atomic import write_atomically
 _WIDTH = 120
 
 
-def write_page(config: TrainConfig, path: Path, command: Sequence[str]) -> str:
+def write_page(config: TrainConfig, path: Path, command: Sequence[str], about: Sequence[str] = ()) -> str:
     """Writes a config as a page.
 
     Args:
       config: with the model of its `init_from` in it.
       path: of a file that doesn't exist.
       command: the command line that made the config, for the page's docstring.
+      about: lines about the config, for the docstring, too.
 
     Returns:
       A line that says where the page is, and how to run it.
@@ -41,7 +42,7 @@ def write_page(config: TrainConfig, path: Path, command: Sequence[str]) -> str:
     if os.path.lexists(path):
         raise UserMistake(f"--write-page {path} exists; name another file, or move it away")
     try:
-        write_atomically(path, page_text(config, command))
+        write_atomically(path, page_text(config, command, about))
         written = with_initial_model(load_config(Page(path, {})))
     except OSError as error:
         raise UserMistake(f"--write-page {path} can't be written: {error.strerror}") from None
@@ -59,12 +60,13 @@ def write_page(config: TrainConfig, path: Path, command: Sequence[str]) -> str:
     return f"wrote {path}; python -m trainer --config {shlex.quote(str(path))} runs it"
 
 
-def page_text(config: TrainConfig, command: Sequence[str]) -> str:
+def page_text(config: TrainConfig, command: Sequence[str], about: Sequence[str] = ()) -> str:
     """The text of a page whose `get_config` returns a config.
 
     Args:
       config: of any kind that a run's config.json can hold.
       command: the command line that made it.
+      about: lines about it.
     """
     names: set[str] = set()
     body = _source(config, names, indent=4, before=len("    return "))
@@ -75,7 +77,7 @@ def page_text(config: TrainConfig, command: Sequence[str]) -> str:
         if own:
             imports.append(f"from {module.__name__} import {', '.join(own)}")
     assert not names, f"no package exports {names}"
-    docstring = shlex.join(command).replace("\\", "\\\\").replace('"', '\\"')
+    docstring = "\n".join([f"{shlex.join(command)}\n", *about]).rstrip().replace("\\", "\\\\").replace('"', '\\"')
     return (
         f'"""A page that this command wrote:\n\n{docstring}\n"""\n\n'
         + "\n".join(imports)
