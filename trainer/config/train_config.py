@@ -268,9 +268,19 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is always followed by one."""
     num_sequences: int = option(8, "corpus", AT_LEAST_1)
     """Packed validation sequences at most, the same ones each time."""
+    lengths: tuple[int, ...] = option((), "free")
+    """Tokens of contexts at which retrieval and losses are measured at the end of each phase; empty: nowhere."""
+    lengths_every_num_steps: int | None = option(None, "free", AT_LEAST_1)
+    """Steps between these evaluations; None: at the ends of phases alone."""
+    tasks: tuple[str, ...] = option(("niah_single", "niah_multikey"), "free")
+    """Retrieval tasks at these lengths, as `python -m trainer.evaluate --tasks` names them."""
+    num_examples: int = option(2, "free", AT_LEAST_1)
+    """Contexts of each task, length and depth, of which there are ten."""
 
     def __post_init__(self):
         check_options(self, "evaluation.")
+        if any(length < 2 for length in self.lengths) or len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"evaluation.lengths={self.lengths} must be different numbers of at least 2 tokens")
 
 
 @dataclass(frozen=True)

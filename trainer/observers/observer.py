@@ -127,6 +127,19 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class EvaluatedAtLength:
+    """Retrieval and losses at the lengths that a run is evaluated at."""
+
+    step: int
+    table: str
+    """Of the results, beside those of the run's first evaluation."""
+    values: Mapping[str, float]
+    """By the name of their curve."""
+    pictures: Sequence[Path]
+    """PNG files."""
+
+
+@dataclass(frozen=True)
 class Ending:
     """An attempt has ended well."""
 
@@ -167,7 +180,7 @@ class Saved:
     path: Path
 
 
-Event = Start | PhaseBegun | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Ending
+Event = Start | PhaseBegun | Advanced | Recompile | LogWindow | Evaluated | EvaluatedAtLength | Sampled | Saved | Ending
 """Everything that observers hear of: `Start` first, `Ending` last, where the attempt ends well."""
 
 

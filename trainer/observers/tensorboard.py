@@ -26,7 +26,17 @@ from tensorboardX.summary import text as text_summary
 from trainer.compile.history import Recompile, report_scalars
 from trainer.compile.stages import CompileReport
 from trainer.files.log_file import AppendedLog
-from trainer.observers.observer import MIXTURE, NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import (
+    MIXTURE,
+    NOT_DRAWN,
+    Evaluated,
+    EvaluatedAtLength,
+    Event,
+    LogEntry,
+    LogWindow,
+    Observer,
+    Start,
+)
 from trainer.terminal.console import Console
 
 _OF_TRAINING = (
@@ -66,6 +76,12 @@ class TensorBoard(Observer):
                 self._write(map(_to_event, event.entries))
             case Evaluated():
                 self._write([_to_event(event.entry)])
+
+            case EvaluatedAtLength(step=step):
+                images = [
+                    _image(f"evaluation/{picture.stem}", picture.read_bytes(), step) for picture in event.pictures
+                ]
+                self._write([_scalars(event.values, step, time.time()), *images])
 
     def close(self) -> None:
         if self._log is not None:
@@ -115,6 +131,14 @@ def _scalars(values: Mapping[str, float], step: int, at: float) -> event_pb2.Eve
 
 def _text(tag: str, markdown: str, step: int) -> event_pb2.Event:
     return event_pb2.Event(wall_time=time.time(), step=step, summary=text_summary(tag, markdown))
+
+
+def _image(tag: str, png: bytes, step: int) -> event_pb2.Event:
+    width, height = struct.unpack(">II", png[16:24])  # of the first chunk, which describes the image
+    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+    return event_pb2.Event(
+        wall_time=time.time(), step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)])
+    )
 
 
 def _tag(name: str) -> str:

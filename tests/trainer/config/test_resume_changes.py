@@ -58,7 +58,7 @@ CHANGED = TrainConfig(
     loss=configs.LossConfig(chunk_size=32, z_loss=0.0, implementation="xla"),
     context=configs.ContextConfig("ring", "zigzag"),
     tensor=configs.TensorConfig("xla"),
-    evaluation=configs.EvaluationConfig(7, 3),
+    evaluation=configs.EvaluationConfig(7, 3, (64,), 5, ("key_values",), 4),
     samples=configs.SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
     checkpoint=configs.CheckpointConfig(14, 6, keep_every_num_steps=28, keep_best=True),
     watchdog=configs.WatchdogConfig(False, 5.0, 6.0, 7.0),
@@ -83,7 +83,7 @@ def test_every_field_declares_the_consequence_of_a_change():
 
 def test_the_number_of_fields():
     """Each setting is one more for everybody to read. Whoever adds one says here that it is worth it."""
-    assert len(flag_types()) == 113
+    assert len(flag_types()) == 117
 
 
 def test_a_field_without_a_consequence_is_found():
