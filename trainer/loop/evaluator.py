@@ -77,7 +77,7 @@ class Evaluator:
             return
         with self._account.measure("evaluation"), running("eval_step"):
             result = evaluate(eval_step, state.params, setup.validation_batches, setup.validation_bytes)
-        evaluated = Evaluated.now(step, result, setup.validation_digest)
+        evaluated = Evaluated.now(step, result, setup.validation_digest, setup.phase_number)
         self.evaluations[step] = evaluated.entry
         self._observers.observe(evaluated)
         if setup.samples is not None:

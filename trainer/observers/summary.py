@@ -82,6 +82,7 @@ class Summary(Observer):
                 picture,
                 title=self._config.name,
                 unigram_nats_per_token=unigram_nats_per_token,
+                phases=self._config.in_phases(),
             )
         except Exception as error:
             self._console.warning(f"{picture} can't be drawn: {type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """`tensorboard/`: shows what `metrics.jsonl` holds, and what compiling cost.
 
 The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and what changed in the text
-`compile/recompile`.
+`compile/recompile`. In a run with phases `phase/sequence_length` shows where each begins.
 
 Each attempt writes a file of its own, without a queue or a thread: the operating system has an event at once. The file
 begins with TensorBoard's mark of a restart. It makes TensorBoard drop the steps of earlier files that this attempt
@@ -26,7 +26,17 @@ from tensorboardX.summary import text as text_summary
 from trainer.compile.history import Recompile, report_scalars
 from trainer.compile.stages import CompileReport
 from trainer.files.log_file import AppendedLog
-from trainer.observers.observer import NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import (
+    PHASE_LENGTH,
+    Evaluated,
+    Event,
+    LogEntry,
+    LogWindow,
+    Observer,
+    PhaseBegun,
+    Start,
+    curves_of,
+)
 from trainer.terminal.console import Console
 
 _OF_TRAINING = (
@@ -49,10 +59,11 @@ class TensorBoard(Observer):
     Args:
       folder: of the event files.
       console: warned when they can't be written.
+      sequence_lengths: of each phase; empty: the run has none.
     """
 
-    def __init__(self, folder: Path, console: Console):
-        self._folder, self._console = folder, console
+    def __init__(self, folder: Path, console: Console, sequence_lengths: Sequence[int] = ()):
+        self._folder, self._console, self._sequence_lengths = folder, console, sequence_lengths
         self._log: AppendedLog | None = None
 
     def observe(self, event: Event) -> None:
@@ -60,12 +71,14 @@ class TensorBoard(Observer):
             case Start(step=step, reports=reports):
                 self._begin(first_step=step + 1 if step else 0)
                 self._write(_to_events(reports, step))
+            case PhaseBegun(step=step, reports=reports):
+                self._write(_to_events(reports, step))
             case Recompile(step=step):
                 self._write([*_to_events([event.report], step), _text("compile/recompile", str(event), step)])
             case LogWindow():
-                self._write(map(_to_event, event.entries))
+                self._write(map(self._to_event, event.entries))
             case Evaluated():
-                self._write([_to_event(event.entry)])
+                self._write([self._to_event(event.entry)])
 
     def close(self) -> None:
         if self._log is not None:
@@ -83,6 +96,10 @@ class TensorBoard(Observer):
                 event_pb2.Event(wall_time=time.time(), step=first_step, session_log=restart),
             ]
         )
+
+    def _to_event(self, entry: LogEntry) -> event_pb2.Event:
+        values = curves_of(entry, self._sequence_lengths)
+        return _scalars({_tag(name): value for name, value in values.items()}, entry["step"], entry["time"])
 
     def _write(self, events: Iterable[event_pb2.Event]) -> None:
         assert self._log is not None, "written before the start"
@@ -103,11 +120,6 @@ def _to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Ev
     return [_scalars(values, step, time.time()) for values in tagged]
 
 
-def _to_event(entry: LogEntry) -> event_pb2.Event:
-    values = {_tag(name): value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
-    return _scalars(values, entry["step"], entry["time"])
-
-
 def _scalars(values: Mapping[str, float], step: int, at: float) -> event_pb2.Event:
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
     return event_pb2.Event(wall_time=at, step=step, summary=summary)
@@ -119,6 +131,8 @@ def _text(tag: str, markdown: str, step: int) -> event_pb2.Event:
 
 def _tag(name: str) -> str:
     """The tag of a value. TensorBoard groups charts by the part before the slash."""
+    if name == PHASE_LENGTH:
+        return name
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"
