@@ -132,7 +132,7 @@ def _check_comparison(comparison: Comparison, variants: Sequence[CompileCommand]
     if all(other == first for other in others):
         raise UserMistake(
             f"--compare {comparison.field} expects a field that phase {number} takes from the run, and the phases set "
-            "it; compare pages: --compare config=A.py,B.py"
+            "it; set it there in one page for each value, and compare the pages"
         )
 
 

@@ -69,6 +69,7 @@ def _profile(task: Task, console: Console) -> tuple[bool | None, dict[str, Any]]
         content["profile"] = report.profile_to_json(profiles[0])
     else:
         content["phases"] = [report.phase_to_json(*each) for each in judged]
+    if len(judged) > 1:
         verdicts = {report.describe_phase(run, phase): report.describe_verdict(profile) for phase, profile in judged}
         console.opening(f"{run.name}: the phases", verdicts)
     fits = _all_fit(profiles)
