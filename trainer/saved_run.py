@@ -17,7 +17,7 @@ from trainer.config import TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.config.resume_changes import ConfigHistory
 from trainer.data import Tokenizer, load_tokenizer
-from trainer.data.delimiters import NONE
+from trainer.data.documents import NONE
 from trainer.errors import UserMistake
 from trainer.files.paths import refuse_unusual
 from trainer.observers.record import read_record
@@ -103,7 +103,7 @@ def load_trained_tokenizer(saved: SavedRun, name: str | None, *, setting: str) -
     """
     data, delimiters = saved.config.data, saved.checkpoint.delimiters
     setting = "data.tokenizer" if name is None else setting
-    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
+    name = name or data.known_tokenizer
     if name is None:
         return None
     if delimiters is None:

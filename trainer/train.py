@@ -26,10 +26,12 @@ from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import RunPhase, TrainConfig
 from trainer.data import Corpus, load_corpus, make_batches
 from trainer.errors import UserMistake, name_some
+from trainer.evaluate.tasks import Example
 from trainer.launch.membership import ALONE, Membership
 from trainer.launch.peers import Peers, require_same
 from trainer.loop.attempt import attempt
 from trainer.loop.evaluator import describe_validation
+from trainer.loop.length_evaluator import make_run_examples
 from trainer.loop.origin import find_origin
 from trainer.loop.setup import Setup
 from trainer.loop.training_loop import TrainingLoop
@@ -130,7 +132,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
     warn_of_short_documents(phases, corpus, on_progress)
-    setups = tuple(prepare_phase(phase, config, corpus, samples, on_progress, peers) for phase in phases)
+    asked = samples, make_run_examples(config, corpus.tokenizer)
+    setups = tuple(prepare_phase(phase, config, corpus, asked, on_progress, peers) for phase in phases)
     if samples is not None:
         samples.check()
     return setups
@@ -140,7 +143,7 @@ def prepare_phase(
     phase: RunPhase,
     run: TrainConfig,
     corpus: Corpus,
-    samples: Samples | None,
+    asked: tuple[Samples | None, Sequence[Example]],
     on_progress: Callable[[str], None],
     peers: Peers,
 ) -> Setup:
@@ -161,8 +164,21 @@ def prepare_phase(
     num_bytes, digest = json.loads(described)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
+    sources = tuple(share.source for share in validation_shares)
     return Setup(
-        run, phase, corpus, plan, functions, batches, validation_batches, num_bytes, digest, samples, flops, peak
+        run,
+        phase,
+        corpus,
+        plan,
+        functions,
+        batches,
+        validation_batches,
+        num_bytes,
+        digest,
+        *asked,
+        flops,
+        peak,
+        sources,
     )
 
 

@@ -59,6 +59,10 @@ class Workdir:
         return self.path / "loss.png"
 
     @property
+    def mixture_picture(self) -> Path:
+        return self.path / "mixture.png"
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile"
 

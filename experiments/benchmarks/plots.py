@@ -19,7 +19,7 @@ from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
-from trainer.observers.loss_plot import draw_losses
+from trainer.observers.plots import draw_losses
 from trainer.terminal.streams import reader_may_leave
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """All settings of a run: the config classes, which a config page imports from here."""
 
 from layers.token_choice import TokenChoice
+from trainer.config.sources import LengthWeight, SourceConfig
 from trainer.config.train_config import (
     CheckpointConfig,
     CompilationConfig,
@@ -26,6 +27,7 @@ __all__ = [
     "ContextConfig",
     "DataConfig",
     "EvaluationConfig",
+    "LengthWeight",
     "LossConfig",
     "LossImplementation",
     "MeshConfig",
@@ -33,6 +35,7 @@ __all__ = [
     "Phase",
     "RunPhase",
     "SamplesConfig",
+    "SourceConfig",
     "TensorConfig",
     "TokenChoice",
     "TrainConfig",

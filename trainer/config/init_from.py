@@ -114,7 +114,8 @@ class InitialModel:
         if data.tokenizer is not None or flags.get("data.tokenizer") is not None:
             return data  # another tokenizer may have other delimiters, too
         tokenizer, own = self.tokenizer, str(self.folder / "tokenizer.json")
-        if tokenizer is None and flags.get("data.source", data.source) != "bin":
+        formats = [each.format for each in data.sources] or [flags.get("data.source", data.source)]
+        if tokenizer is None and "bin" not in formats:
             tokenizer = own  # the data refuses it where it is missing
         if tokenizer == own:
             self._check_tokenizer()
@@ -178,7 +179,7 @@ def read_initial_model(init_from: str) -> InitialModel:
         )
     if is_workdir(folder):
         held = load_newest_phase(folder)
-        tokenizer = held.data.tokenizer or (None if held.data.source == "bin" else "byte")
+        tokenizer = held.data.known_tokenizer
         end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
         return InitialModel(folder, held.model, tokenizer, end, begin)
     try:

@@ -32,6 +32,7 @@ from trainer.config.options import (
     option,
     rules,
 )
+from trainer.config.sources import SourceConfig, SourceFormat, check_sources, check_sources_of_run
 from trainer.errors import name_some
 from trainer.files.paths import refuse_url
 
@@ -49,7 +50,7 @@ _MULTIPLE_OF_MEAN = Bound(
 class DataConfig:
     """Where the documents come from and how they become tokens."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "bin"] = option("stdlib", "corpus")
+    source: SourceFormat = option("stdlib", "corpus")
     """stdlib: the Python standard library's own sources; the others read `files`."""
     files: tuple[str, ...] = option((), "corpus")
     """Globs (`**` allowed) of the training files."""
@@ -82,8 +83,12 @@ class DataConfig:
     allow_changed: bool = option(False, "free")
     """When a run resumes: go on although the documents are other ones (more files, say), with a new epoch. False: stop
     and tell."""
+    sources: tuple[SourceConfig, ...] = option((), "corpus")
+    """A mixture in the place of `source` and its files, of sources weighted in tokens. Set in a config file."""
 
     def __post_init__(self):
+        if self.sources:
+            self._check_sources()
         for name in ("files", "validation_files"):
             if self.source == "stdlib" and getattr(self, name):
                 raise ValueError(
@@ -98,6 +103,24 @@ class DataConfig:
         check_path("data.token_cache_dir", self.token_cache_dir)
         if self.tokenizer is not None:
             check_path("data.tokenizer", self.tokenizer)
+
+    @property
+    def known_tokenizer(self) -> str | None:
+        """The tokenizer's name: `byte`, or a path. None: files of token ids don't say which one made them."""
+        formats = [source.format for source in self.sources] or [self.source]
+        return self.tokenizer or (None if "bin" in formats else "byte")
+
+    def _check_sources(self) -> None:
+        given = {"source": self.source != "stdlib", "files": self.files, "validation_files": self.validation_files}
+        if names := [f"data.{name}" for name, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"{' and '.join(names)} can't be set together with data.sources, whose sources have their own files; "
+                "leave out one or the other (on a command line: --data.sources with nothing behind it)"
+            )
+        for source in self.sources:
+            for pattern in source.files:
+                _refuse_url(f"data.sources {source.name!r}: files", pattern)
+        check_sources(self.sources)
 
 
 @dataclass(frozen=True)
@@ -245,9 +268,19 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is always followed by one."""
     num_sequences: int = option(8, "corpus", AT_LEAST_1)
     """Packed validation sequences at most, the same ones each time."""
+    lengths: tuple[int, ...] = option((), "free")
+    """Tokens of contexts at which retrieval and losses are measured at the end of each phase; empty: nowhere."""
+    lengths_every_num_steps: int | None = option(None, "free", AT_LEAST_1)
+    """Steps between these evaluations; None: at the ends of phases alone."""
+    tasks: tuple[str, ...] = option(("niah_single", "niah_multikey"), "free")
+    """Retrieval tasks at these lengths, as `python -m trainer.evaluate --tasks` names them."""
+    num_examples: int = option(2, "free", AT_LEAST_1)
+    """Contexts of each task, length and depth, of which there are ten."""
 
     def __post_init__(self):
         check_options(self, "evaluation.")
+        if any(length < 2 for length in self.lengths) or len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"evaluation.lengths={self.lengths} must be different numbers of at least 2 tokens")
 
 
 @dataclass(frozen=True)
@@ -365,6 +398,8 @@ class Phase:
     """As `GPTConfig.remat`."""
     keep_documents_apart: bool | None = None
     """As `DataConfig.keep_documents_apart`."""
+    sources: tuple[SourceConfig, ...] | None = None
+    """As `DataConfig.sources`: sources of the run's, with other weights. Each goes on where it was."""
     optimizer: OptimizerConfig | None = None
     """A schedule of its own, over this phase and those after it that have none. None: the schedule before goes on."""
     mesh: MeshConfig | None = None
@@ -548,6 +583,7 @@ class TrainConfig:
         for index, phase in enumerate(self.phases):
             try:
                 phase.check_follows(config)
+                check_sources_of_run(phase.sources or (), self.data.sources)
                 config = config._in_phase(phase)
             except ValueError as refused:
                 raise ValueError(f"phases[{index}]: {refused}") from None
@@ -586,8 +622,8 @@ class TrainConfig:
         """The settings in a phase that follows one with these. `num_steps` is a long one, until lengths are known."""
         names = ("sequence_length", "batch_size", "gradient_accumulation", "mesh", "optimizer")
         own: dict[str, Any] = {name: getattr(phase, name) for name in names}
-        if phase.keep_documents_apart is not None:
-            own["data"] = replace(self.data, keep_documents_apart=phase.keep_documents_apart)
+        of_data = {name: getattr(phase, name) for name in ("keep_documents_apart", "sources")}
+        own["data"] = replace(self.data, **{name: value for name, value in of_data.items() if value is not None})
         own = {name: value for name, value in own.items() if value is not None}
         return replace(self, model=phase.model_after(self.model), num_steps=2**31 - 1, **own)
 
@@ -632,7 +668,7 @@ class TrainConfig:
             )
         if self.samples.prompts:
             self.model.check_looks_back_only()
-            if self.data.source == "bin" and self.data.tokenizer is None:
+            if self.data.known_tokenizer is None:
                 raise ValueError(
                     "samples.prompts needs a tokenizer, and a .bin file doesn't say which one made it; "
                     "set data.tokenizer to its tokenizer.json"

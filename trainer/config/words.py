@@ -17,6 +17,7 @@ from tyro.constructors import (
 
 from kernels import Mask, Tuning, parse_mask
 from layers import LayerOverride, MoEConfig
+from trainer.config.sources import SourceConfig
 from trainer.config.suggestions import did_you_mean
 from trainer.config.train_config import Phase
 from trainer.errors import UserMistake, name_some
@@ -27,7 +28,8 @@ def value_types() -> ConstructorRegistry:
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
     registry.primitive_rule(lambda info: _IMPLEMENTATION if info.type == str | Tuning | None else None)
-    registry.primitive_rule(lambda info: _OF_A_FILE if info.type in (LayerOverride, MoEConfig | None, Phase) else None)
+    in_a_file = (LayerOverride, SourceConfig, MoEConfig | None, Phase)
+    registry.primitive_rule(lambda info: _OF_A_FILE if info.type in in_a_file else None)
     registry.primitive_rule(lambda info: _INTEGER if info.type is int else None)
     registry.primitive_rule(lambda info: _INTEGER_OR_NONE if info.type == int | None else None)
     return registry
@@ -164,6 +166,6 @@ _OF_A_FILE: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
     nargs=1,
     metavar="in-config",
     instance_from_str=lambda words: _refuse_word(words[0]),
-    is_instance=lambda value: isinstance(value, LayerOverride | MoEConfig | Phase | None),
+    is_instance=lambda value: isinstance(value, LayerOverride | SourceConfig | MoEConfig | Phase | None),
     str_from_instance=lambda value: [repr(value)],
 )

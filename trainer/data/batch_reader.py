@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from trainer.data.packing import PackedSequences, empty_sequence
+from trainer.data.packing import empty_sequence
 from trainer.data.sequence_sharding import SequenceSharder
 
 
@@ -27,16 +28,30 @@ class BatchShare:
             sequence of each token) if sequences are sharded over devices.
         indices: of these sequences in the batch, rising.
         document_lengths: [B] lengths of the documents of every sequence, in tokens. The step's FLOPs follow from them.
+        source: of a mixture's validation batch: the source of all its documents.
     """
 
     arrays: dict[str, Shaped[np.ndarray, "b T"]]
     indices: tuple[int, ...]
     document_lengths: tuple[Int64[np.ndarray, " D"], ...]
+    source: str | None = None
 
     @property
     def batch_size(self) -> int:
         """B."""
         return len(self.document_lengths)
+
+
+class Sequences(Protocol):
+    """Sequences by their numbers, for several threads, such as `PackedSequences`."""
+
+    sequence_length: int
+
+    def __getitem__(self, number: int) -> dict[str, Shaped[np.ndarray, " T"]]:
+        """The arrays of one sequence."""
+
+    def document_lengths(self, number: int) -> Int64[np.ndarray, " D"]:
+        """The lengths of its documents, in order."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +64,13 @@ class BatchReader:
         sharder: shards them over devices.
     """
 
-    sequences: PackedSequences
+    sequences: Sequences
     indices: tuple[int, ...]
     sharder: SequenceSharder
 
     @classmethod
     def of(
-        cls, sequences: PackedSequences, batch_size: int, indices: Sequence[int] | None, sharder: SequenceSharder | None
+        cls, sequences: Sequences, batch_size: int, indices: Sequence[int] | None, sharder: SequenceSharder | None
     ) -> BatchReader:
         """A reader of all sequences without `indices`, which keeps their tokens in order without a sharder."""
         sharder = sharder or SequenceSharder("contiguous", sequences.sequence_length, 1, {}, keep_documents_apart=True)

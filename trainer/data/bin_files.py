@@ -1,8 +1,7 @@
 """The documents of pre-tokenized files.
 
 nanoGPT puts the end-of-document token after each document, llm.c before it. Here a document is what lies between two
-such tokens, or between one and an end of the file. A token that begins documents parts them likewise, and so do the
-boundaries of Megatron's index.
+such tokens, or between one and an end of the file. A token that begins documents parts them likewise.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, UInt64
+from jaxtyping import Int64
 
 from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, BinLayout, describe_assumptions, read_layout
-from trainer.data.delimiters import Delimiters
-from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, Documents, TokenizedFiles, splitmix64
 from trainer.data.files import OpenFile, printable
-from trainer.data.megatron_index import read_boundaries
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.token_files import TokenFile, open_tokens, reopening_files
 from trainer.errors import DataError
@@ -62,8 +59,7 @@ def open_bin_files(
     open_file = reopening_files()
     layouts = [read_layout(path) for path in files]
     tokens = tuple(_open(path, layout, open_file) for path, layout in zip(files, layouts, strict=True))
-    indices = [layout.index for layout in layouts if layout.index is not None]
-    key = cache_key([*files, *indices], format=_ENTRY_FORMAT, source="bin", delimiters=delimiters)
+    key = cache_key(files, format=_ENTRY_FORMAT, source="bin", delimiters=delimiters)
     for file in tokens:
         if not file.is_at_its_path():  # The key would be another file's than the one that was opened.
             raise DataError(f"{file.path} was changed while it was opened; run again")
@@ -73,10 +69,9 @@ def open_bin_files(
 
     def build(folder: Path) -> dict[str, Any]:
         scans, digest = [], hashlib.sha256()
-        for number, (file, layout) in enumerate(zip(tokens, layouts, strict=True)):
+        for number, file in enumerate(tokens):
             on_progress(f"finding the documents of {printable(file.path)} ({len(file):,} tokens)")
-            boundaries = None if layout.index is None else read_boundaries(layout.index, len(file))
-            scan = _scan(file, delimiters, boundaries, digest)
+            scan = _scan(file, delimiters, digest)
             if not len(scan.table):
                 raise DataError(
                     f"{file.path} holds no token but those around documents, {delimiters}; leave it out of data.files"
@@ -84,7 +79,7 @@ def open_bin_files(
             scan.table["array"] = number
             scans.append(scan)
         table = np.concatenate([scan.table for scan in scans])
-        table["hash"] = _splitmix64(np.arange(len(table), dtype=np.uint64))
+        table["hash"] = splitmix64(np.arange(len(table), dtype=np.uint64))
         np.save(folder / "documents.npy", table)
         return {
             "digest": digest.hexdigest(),
@@ -150,13 +145,9 @@ class _Scan(NamedTuple):
     has_delimiters: bool
 
 
-def _scan(
-    tokens: TokenFile, delimiters: Delimiters, boundaries: Int64[np.ndarray, " B"] | None, digest: hashlib._Hash
-) -> _Scan:
+def _scan(tokens: TokenFile, delimiters: Delimiters, digest: hashlib._Hash) -> _Scan:
     found, largest = [], 0
     digest.update(len(tokens).to_bytes(8, "little"))
-    if boundaries is not None:
-        digest.update(boundaries.tobytes())
     for start in range(0, len(tokens), _TOKENS_READ_AT_ONCE):
         part = tokens[start : start + _TOKENS_READ_AT_ONCE]
         if part.dtype.kind == "i" and part.min() < 0:
@@ -169,22 +160,13 @@ def _scan(
         largest = max(largest, int(part.max()))
         digest.update(part.data)
     indices = np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
-    cuts = np.zeros(0, np.int64) if boundaries is None else boundaries
-    return _Scan(_documents_between(indices, cuts, len(tokens)), largest, len(indices) > 0)
+    return _Scan(_documents_between(indices, len(tokens)), largest, len(indices) > 0)
 
 
-def _documents_between(indices: Int64[np.ndarray, " E"], cuts: Int64[np.ndarray, " C"], num_tokens: int) -> np.ndarray:
-    """The documents between the tokens at some indices, which belong to none, and between cuts, which have no token."""
-    starts = np.sort(np.concatenate([[0], indices + 1, cuts]))
-    lengths = np.sort(np.concatenate([indices, cuts, [num_tokens]])) - starts
+def _documents_between(indices: Int64[np.ndarray, " E"], num_tokens: int) -> np.ndarray:
+    """The documents between the tokens at some indices, which belong to none."""
+    starts = np.concatenate([[0], indices + 1])
+    lengths = np.concatenate([indices, [num_tokens]]) - starts
     table = np.zeros(int((lengths > 0).sum()), DOCUMENT_DTYPE)
     table["start"], table["length"], table["num_bytes"] = starts[lengths > 0], lengths[lengths > 0], -1
     return table
-
-
-def _splitmix64(x: UInt64[np.ndarray, " D"]) -> UInt64[np.ndarray, " D"]:
-    # Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195: its output is uniform over consecutive inputs.
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

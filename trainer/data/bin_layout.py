@@ -1,9 +1,9 @@
-"""How pre-tokenized files store their tokens: nanoGPT's and llm.c's `.bin`, NumPy's `.npy`, and Megatron's `.bin`.
+"""How pre-tokenized files store their tokens: nanoGPT's and llm.c's `.bin`, and NumPy's `.npy`.
 
 nanoGPT writes raw uint16 ids (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py). llm.c writes
 256 int32 of header – magic, version, number of tokens, zeros – and then the ids, uint16 for GPT-2 and uint32 for
 Llama 3 (https://github.com/karpathy/llm.c, dev/data/data_common.py). Both are little-endian. NumPy's header says the
-type. Megatron-LM writes raw ids, and their type and documents into an index beside them (`megatron_index`).
+type. Megatron-LM's `.bin` is refused by the index beside it, which alone tells its type and documents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from jaxtyping import UInt16
 
 from trainer.data.files import OpenFile, printable
 from trainer.data.formats import HEAD_BYTES, NUMPY, find_format
-from trainer.data.megatron_index import find_index, read_dtype
 from trainer.errors import DataError
 
 _LLMC_HEADER_BYTES = 256 * 4
@@ -41,7 +40,6 @@ class BinLayout:
         num_header_bytes: before the first token.
         end_of_document_id: the token that ends (nanoGPT) or begins (llm.c) a document; None: the writer has none of its
             own.
-        index: what tells the documents besides; None: nothing.
         is_assumed: whether nothing in the file says that it has this layout.
     """
 
@@ -49,7 +47,6 @@ class BinLayout:
     dtype: np.dtype
     num_header_bytes: int
     end_of_document_id: int | None
-    index: Path | None = None
     is_assumed: bool = False
 
 
@@ -78,11 +75,11 @@ def read_layout(path: Path) -> BinLayout:
         return _read_numpy_layout(path, head, size)
     if kind is not None:
         raise DataError(f"{path} is {kind.name}, not token ids; {kind.remedy}, or leave it out")
-    if (index := find_index(path)) is not None:
-        dtype = read_dtype(index)
-        if size % dtype.itemsize:
-            raise DataError(f"{path}: {size:,} bytes is not a whole number of {dtype} tokens, as {index} promises")
-        return BinLayout("Megatron", dtype, 0, None, index)
+    if _has_megatron_index(path):
+        raise DataError(
+            f"{path} is Megatron-LM's, by the index beside it, which tells its type and documents; expected .npy or a "
+            ".bin of nanoGPT or llm.c: write its documents as JSON-lines, or as .npy with a token that ends each"
+        )
     header = np.frombuffer(head, "<i4", count=min(len(head), _LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
     if magic in _LAYOUT_AND_VERSION_OF_MAGIC:
@@ -99,6 +96,13 @@ def read_layout(path: Path) -> BinLayout:
             "without llm.c's header it would be nanoGPT's, so it was cut short or holds something else"
         )
     return _RAW
+
+
+def _has_megatron_index(path: Path) -> bool:
+    try:
+        return OpenFile(path.with_suffix(".idx")).read(6, offset=0) in (b"MMIDID", b"TNTIDX")
+    except OSError:
+        return False
 
 
 def _read_llmc_layout(path: Path, header: np.ndarray, size: int) -> BinLayout:

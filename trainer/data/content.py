@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.data.files import OpenFile
-from trainer.data.formats import HEAD_BYTES, find_format, find_wide_encoding
+from trainer.data.formats import HEAD_BYTES, find_format
 from trainer.errors import DataError
 
 _BUFFER_BYTES = 2**16
@@ -57,11 +58,10 @@ def _decompressed(path: Path, file: io.BufferedReader) -> io.BufferedReader:
 def _refuse_other_formats(path: Path, head: bytes) -> None:
     if (kind := find_format(head)) is not None:
         raise DataError(f"{path} is {kind.name}, not text; {kind.remedy}, or leave it out")
-    # Both have a byte order mark, or are UTF-16 or UTF-32 of an ASCII character, as any JSON begins with.
-    if (b"\0" in head[:4] or head[:1] in (b"\xfe", b"\xff")) and (encoding := find_wide_encoding(head)) is not None:
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
         raise DataError(
-            f"{path} is text in {encoding.upper()}, expected UTF-8; convert the file "
-            f"(`iconv -f {encoding} -t utf-8`), or leave it out"
+            f"{path} begins as text in UTF-16 or UTF-32 does, expected UTF-8; convert the file "
+            "(`iconv -f utf-16 -t utf-8`), or leave it out"
         )
 
 

@@ -1,13 +1,14 @@
-"""Makes a corpus from a `DataConfig`: its documents, split and checked, and what is known about them."""
+"""Makes a corpus from a `DataConfig`: its documents, split and checked, and their description."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sysconfig
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +17,34 @@ import numpy as np
 from trainer.config import DataConfig
 from trainer.data.bin_files import BinFiles, check_ids, open_bin_files
 from trainer.data.bin_layout import default_end_of_document_id
-from trainer.data.delimiters import NONE, Delimiters
-from trainer.data.documents import Documents, TokenizedFiles
+from trainer.data.documents import NONE, Delimiters, Documents, TokenizedFiles
 from trainer.data.files import find_files
+from trainer.data.mixture import Mixture
 from trainer.data.readers import read_text
 from trainer.data.stdlib import find_stdlib_files
 from trainer.data.token_cache import OnProgress, TokenCache
 from trainer.data.tokenization import document_hash, encode_documents, tokenize_files
 from trainer.data.tokenizers import PretokenizedIds, Tokenizer, load_tokenizer
-from trainer.data.unigram import UnigramEstimate, estimate_unigram_entropy
+from trainer.data.unigram import UnigramEstimate, count_targets, estimate_of_mixture, estimate_unigram_entropy
 from trainer.errors import DataError
 
 # The tokenizer, the training files, and the validation files if the user has named them.
 _Loaded = tuple[Tokenizer, TokenizedFiles, TokenizedFiles | None]
+# Loads the tokenizer that the config names, once.
+_FindTokenizer = Callable[[], Tokenizer]
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Tokenized documents, split into training and validation.
+class CorpusSource:
+    """Tokenized documents of one source, split into training and validation.
 
     Args:
-        source: `data.source`.
+        source: `data.source`, or the format of one of `data.sources`.
         tokenizer: the tokenizer that made the tokens.
         train: documents to train on.
         validation: documents held out.
         fingerprint: hex digest of tokens, boundaries, tokenizer and split; equal on every machine that sees the
             same data, wherever it lies.
-        unigram: the loss of the best model without context, on the training split.
     """
 
     source: str
@@ -50,7 +52,31 @@ class Corpus:
     train: Documents
     validation: Documents
     fingerprint: str
+
+    def counts(self) -> dict[str, Any]:
+        """Documents, tokens and bytes of each split, ready for JSON. End-of-document counts as a token."""
+        return {
+            split: {
+                "num_documents": len(documents),
+                "num_tokens": documents.num_tokens,
+                "num_bytes": documents.num_bytes,
+            }
+            for split, documents in (("train", self.train), ("validation", self.validation))
+        }
+
+
+@dataclass(frozen=True)
+class Corpus(CorpusSource):
+    """The documents of a run.
+
+    Args:
+        unigram: the loss of the best model without context, on the training split.
+        sources: those of `data.sources` by name, in order, whose documents these are, end to end; empty: it is no
+            mixture.
+    """
+
     unigram: UnigramEstimate
+    sources: Mapping[str, CorpusSource] = field(default_factory=dict)
 
     @property
     def unigram_nats_per_token(self) -> float:
@@ -58,7 +84,7 @@ class Corpus:
         return self.unigram.nats_per_token
 
     def summary(self) -> dict[str, Any]:
-        """The record's entry about the corpus, ready for JSON. End-of-document counts as a token."""
+        """The record's entry about the corpus, ready for JSON."""
         return {
             "source": self.source,
             "tokenizer": self.tokenizer.name,
@@ -66,14 +92,8 @@ class Corpus:
             "begin_of_document_id": self.tokenizer.delimiters.begin,
             "end_of_document_id": self.tokenizer.delimiters.end,
             "fingerprint": self.fingerprint,
-            **{
-                split: {
-                    "num_documents": len(documents),
-                    "num_tokens": documents.num_tokens,
-                    "num_bytes": documents.num_bytes,
-                }
-                for split, documents in (("train", self.train), ("validation", self.validation))
-            },
+            **self.counts(),
+            **({"sources": {name: each.counts() for name, each in self.sources.items()}} if self.sources else {}),
             "unigram_nats_per_token": self.unigram.nats_per_token,
             "unigram_num_tokens": self.unigram.num_tokens,
         }
@@ -100,13 +120,73 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
         >>> corpus.tokenizer.vocab_size
         257
     """
+    find_tokenizer = functools.cache(lambda: _load_tokenizer(config, vocab_size))
+    if config.sources:
+        return _load_mixture(config, vocab_size, find_tokenizer, on_progress)
+    only = _load_source(config, vocab_size, find_tokenizer, on_progress)
+    return Corpus(**vars(only), unigram=estimate_unigram_entropy(only.train, vocab_size))
+
+
+def _load_mixture(
+    config: DataConfig, vocab_size: int, find_tokenizer: _FindTokenizer, on_progress: OnProgress
+) -> Corpus:
+    sources: dict[str, CorpusSource] = {}
+    for each in config.sources:
+        own = dataclasses.replace(config, sources=(), source=each.format, files=each.files, text_field=each.text_field)
+        say = functools.partial(_say_of, each.name, on_progress)
+        try:
+            sources[each.name] = _load_source(own, vocab_size, find_tokenizer, say)
+        except DataError as refused:
+            raise DataError(f"data.sources {each.name!r}: {refused}") from refused
+    tokenizer = _same_tokenizer(sources)
+    num_targets = {name: each.train.num_targets for name, each in sources.items()}
+    Mixture(config.sources, num_targets, sequence_length=1, seed=0)  # refuses what leaves no document
+    total = sum(each.weight for each in config.sources)
+    known = [[name, each.fingerprint] for name, each in sources.items()]
+    train, validation = (
+        Documents.join([getattr(each, split) for each in sources.values()]) for split in ("train", "validation")
+    )
+    return Corpus(
+        source="mixture",
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        fingerprint=hashlib.sha256(json.dumps(known).encode()).hexdigest(),
+        unigram=estimate_of_mixture(
+            [(each.weight / total, count_targets(sources[each.name].train, vocab_size)) for each in config.sources]
+        ),
+        sources=sources,
+    )
+
+
+def _say_of(name: str, on_progress: OnProgress, line: str) -> None:
+    on_progress(f"{name}: {line}")
+
+
+def _same_tokenizer(sources: Mapping[str, CorpusSource]) -> Tokenizer:
+    """The tokenizer of all sources; that of most ids where files hold them, which don't name it."""
+    first_name, first = next(iter(sources.items()))
+    for name, each in sources.items():
+        ours, theirs = first.tokenizer, each.tokenizer
+        if (ours.identity, ours.delimiters) != (theirs.identity, theirs.delimiters):
+            raise DataError(
+                f"data.sources: {first_name!r} has tokenizer {ours.name} and documents {ours.delimiters}, and "
+                f"{name!r} has tokenizer {theirs.name} and documents {theirs.delimiters}; a mixture has one of each: "
+                "set data.tokenizer, and data.begin_of_document_token and data.end_of_document_token if these differ"
+            )
+    return max((each.tokenizer for each in sources.values()), key=lambda tokenizer: tokenizer.vocab_size)
+
+
+def _load_source(
+    config: DataConfig, vocab_size: int, find_tokenizer: _FindTokenizer, on_progress: OnProgress
+) -> CorpusSource:
     match config.source:
         case "stdlib":
-            loaded = _load_stdlib(config, vocab_size)
+            loaded = _load_stdlib(find_tokenizer())
         case "bin":
-            loaded = _load_bin(config, vocab_size, on_progress)
+            loaded = _load_bin(config, vocab_size, find_tokenizer, on_progress)
         case _:
-            loaded = _load_text(config, vocab_size, on_progress)
+            loaded = _load_text(config, find_tokenizer, on_progress)
     tokenizer, tokenized, validation_tokenized = loaded
     train, validation, digests = _split(config, tokenized, validation_tokenized, on_progress)
     for documents, what in ((train, "train on"), (validation, "validate with")):
@@ -119,18 +199,16 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
     begin, end = tokenizer.delimiters
     # Most documents begin with the token that ends them. It was once said only here that they do.
     known = [config.source, tokenizer.vocab_size, end, *digests, *(() if begin == end else [begin])]
-    return Corpus(
+    return CorpusSource(
         source=config.source,
         tokenizer=tokenizer,
         train=train,
         validation=validation,
         fingerprint=hashlib.sha256(json.dumps(known).encode()).hexdigest(),
-        unigram=estimate_unigram_entropy(train, vocab_size),
     )
 
 
-def _load_stdlib(config: DataConfig, vocab_size: int) -> _Loaded:
-    tokenizer = _load_tokenizer(config, vocab_size)
+def _load_stdlib(tokenizer: Tokenizer) -> _Loaded:
     digest, texts = hashlib.sha256(), []
     for relative, path in find_stdlib_files():
         [text] = read_text(path)
@@ -148,9 +226,9 @@ def _load_stdlib(config: DataConfig, vocab_size: int) -> _Loaded:
     return tokenizer, TokenizedFiles(documents, digest.hexdigest()), None
 
 
-def _load_text(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _Loaded:
+def _load_text(config: DataConfig, find_tokenizer: _FindTokenizer, on_progress: OnProgress) -> _Loaded:
     files, validation_files = _find_files(config)
-    tokenizer = _load_tokenizer(config, vocab_size)
+    tokenizer = find_tokenizer()
     cache = _token_cache(config, on_progress)
 
     def tokenize(files: tuple[Path, ...]) -> TokenizedFiles:
@@ -159,9 +237,9 @@ def _load_text(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> 
     return tokenizer, tokenize(files), tokenize(validation_files) if validation_files else None
 
 
-def _load_bin(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _Loaded:
+def _load_bin(config: DataConfig, vocab_size: int, find_tokenizer: _FindTokenizer, on_progress: OnProgress) -> _Loaded:
     files, validation_files = _find_files(config)
-    named = None if config.tokenizer is None else _load_tokenizer(config, vocab_size)
+    named = None if config.tokenizer is None else find_tokenizer()
     is_assumed = named is None and config.end_of_document_token is None
     delimiters = _bin_delimiters(config, files + validation_files) if named is None else named.delimiters
     cache = _token_cache(config, on_progress)

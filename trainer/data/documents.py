@@ -7,18 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32, Int64, UInt64
 
-from trainer.data.delimiters import Delimiters
 from trainer.data.token_files import TokenFile, check_tokens
+
+NONE = "none"
+"""The value of `data.begin_of_document_token` and `data.end_of_document_token` for no such token."""
 
 # One record for each document. `array` says which token array holds it, `num_bytes` is the size of its
 # UTF-8 text (-1: unknown), `hash` decides whether it is held out for validation.
 DOCUMENT_DTYPE = np.dtype(
     [("array", "<i4"), ("start", "<i8"), ("length", "<i8"), ("num_bytes", "<i8"), ("hash", "<u8")]
 )
+
+
+class Delimiters(NamedTuple):
+    """A document is [begin, …, end] for the model, in training, validation, prompts and samples alike.
+
+    Args:
+        begin: id of the first token, which is no target; None: there is none, and the text's first token isn't one.
+        end: id of the last token; None: there is none.
+    """
+
+    begin: int | None
+    end: int | None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens, each once."""
+        return tuple(dict.fromkeys(token for token in self if token is not None))
+
+    def __str__(self) -> str:
+        begin, end = (() if token is None else (str(token),) for token in self)
+        return f"[{', '.join((*begin, '…', *end))}]"
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,16 @@ class Documents:
     def num_bytes(self) -> int | None:
         """Bytes of text in all documents, or None where the text is unknown."""
         return None if (self.table["num_bytes"] < 0).any() else int(self.table["num_bytes"].sum())
+
+    @classmethod
+    def join(cls, parts: Sequence[Documents]) -> Documents:
+        """The documents of all parts, in order, sharing the tokens; one or more, of the same delimiters."""
+        tables = []
+        for part, num_arrays in zip(parts, accumulate((len(part.arrays) for part in parts), initial=0), strict=False):
+            tables.append(part.table.copy())
+            tables[-1]["array"] += num_arrays
+        arrays = tuple(array for part in parts for array in part.arrays)
+        return cls(arrays, np.concatenate(tables), parts[0].delimiters)
 
     def select(self, chosen: Bool[np.ndarray, " D"]) -> Documents:
         """The chosen documents, sharing the tokens."""
@@ -108,3 +143,14 @@ class TokenizedFiles:
 
     documents: Documents
     digest: str
+
+
+def splitmix64(x: UInt64[np.ndarray, " D"]) -> UInt64[np.ndarray, " D"]:
+    """Pseudo-random numbers for numbers, the same ones with every version of NumPy.
+
+    A bijection, uniform over consecutive inputs (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195).
+    """
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -13,12 +13,23 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, Shaped
 
 from trainer.data.documents import Documents
+
+
+class Piece(NamedTuple):
+    """Part of a document, counted in targets."""
+
+    document: int
+    start: int
+    """First target within the document."""
+    length: int
 
 
 @dataclass(frozen=True)
@@ -113,13 +124,23 @@ class PackedSequences:
     Args:
         documents: what to pack.
         sequence_length: T.
+        group_sizes: numbers of documents that lie behind each other in groups; no sequence holds documents of two.
+            None: they are one group.
+
+    Attributes:
+        num_sequences: of each group, in order.
     """
 
-    def __init__(self, documents: Documents, sequence_length: int):
+    def __init__(self, documents: Documents, sequence_length: int, group_sizes: Sequence[int] | None = None):
         self.documents = documents
         self.sequence_length = sequence_length
         self.pieces = cut_documents(documents.num_targets, sequence_length)
-        sequence_of = pack_best_fit(self.pieces.length, sequence_length)
+        ends = np.cumsum([len(documents)] if group_sizes is None else group_sizes)
+        groups = np.split(self.pieces.length, np.searchsorted(self.pieces.document, ends[:-1]))
+        packed = [pack_best_fit(lengths, sequence_length) for lengths in groups]
+        self.num_sequences = [int(sequence_of.max(initial=-1)) + 1 for sequence_of in packed]
+        firsts = np.cumsum([0, *self.num_sequences])
+        sequence_of = np.concatenate([first + each for first, each in zip(firsts, packed, strict=False)])
         self._pieces_by_sequence = np.argsort(sequence_of, kind="stable")
         self._ends = np.cumsum(np.bincount(sequence_of))
 
@@ -136,26 +157,13 @@ class PackedSequences:
         return self.pieces.length[self.pieces_of(index)]
 
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
-        sequence = empty_sequence(self.sequence_length)
-        lengths, parts = [], []
-        for piece in self.pieces_of(index).tolist():
-            start, length = self.pieces.start.item(piece), self.pieces.length.item(piece)
-            lengths.append(length)
-            parts.append((self.pieces.document.item(piece), start, start + length + 1))
-        streams = self.documents.streams(parts)
-        offset = 0
-        for number, length in enumerate(lengths):
-            place = slice(offset, offset + length)
-            # A stream is one token longer than its piece has targets.
-            stream = streams[offset + number : offset + number + length + 1]
-            sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
-            sequence["target_mask"][place] = True
-            # Ranks compare the lowest and the highest ids of their blocks, to know whose keys they need. Ids that only
-            # fall, to the padding's, make these ranges narrow.
-            sequence["segment_ids"][place] = len(lengths) - number
-            sequence["positions"][place] = np.arange(length)
-            offset += length
-        return sequence
+        columns = (self.pieces.document, self.pieces.start, self.pieces.length)
+        pieces = self.pieces_of(index)
+        return fill_sequence(
+            self.documents,
+            [Piece(*row) for row in zip(*(column[pieces].tolist() for column in columns), strict=True)],
+            self.sequence_length,
+        )
 
     def pieces_of(self, index: int) -> Int64[np.ndarray, " P"]:
         """The numbers of the pieces of one sequence, in order."""
@@ -172,3 +180,24 @@ def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         "segment_ids": np.zeros(sequence_length, np.int32),
         "positions": np.zeros(sequence_length, np.int32),
     }
+
+
+def fill_sequence(
+    documents: Documents, pieces: Sequence[Piece], sequence_length: int
+) -> dict[str, Shaped[np.ndarray, " T"]]:
+    """A sequence of some pieces, in order, and then padding: the arrays that `PackedSequences` describes."""
+    sequence = empty_sequence(sequence_length)
+    streams = documents.streams([(document, start, start + length + 1) for document, start, length in pieces])
+    offset = 0
+    for number, (_, _, length) in enumerate(pieces):
+        place = slice(offset, offset + length)
+        # A stream is one token longer than its piece has targets.
+        stream = streams[offset + number : offset + number + length + 1]
+        sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
+        sequence["target_mask"][place] = True
+        # Ranks compare the lowest and the highest ids of their blocks, to know whose keys they need. Ids that only
+        # fall, to the padding's, make these ranges narrow.
+        sequence["segment_ids"][place] = len(pieces) - number
+        sequence["positions"][place] = np.arange(length)
+        offset += length
+    return sequence

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.data.content import open_content
 from trainer.data.files import OpenFile
-from trainer.data.formats import HEAD_BYTES, find_format, find_wide_encoding
+from trainer.data.formats import HEAD_BYTES, find_format
 from trainer.errors import DataError
 
 # A text file, of which a few copies are in memory while it is tokenized, and a line of JSON, whose text Python holds
@@ -60,10 +60,10 @@ def read_text(path: Path) -> Iterator[bytes]:
             "cut it into several files"
         )
     if (place := data.find(b"\0")) >= 0:
-        encoding = find_wide_encoding(data)
-        is_what = f"as {encoding.upper()} has them" if encoding else "which text doesn't have"
-        remedy = f"convert the file (`iconv -f {encoding} -t utf-8`)" if encoding else "take it out (`tr -d '\\0'`)"
-        raise DataError(f"{path}: a NUL byte at offset {place:,}, {is_what}; {remedy}, or leave the file out")
+        raise DataError(
+            f"{path}: a NUL byte at offset {place:,}, which text in UTF-8 doesn't have; take it out (`tr -d '\\0'`), "
+            "convert the file (UTF-16: `iconv -f utf-16 -t utf-8`), or leave it out"
+        )
     if not _is_utf8(data):
         _decode(data, path)
     yield data.removeprefix(_BYTE_ORDER_MARK)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.data.delimiters import NONE, Delimiters
+from trainer.data.documents import NONE, Delimiters
 from trainer.data.files import read_at_most
 from trainer.data.partial_characters import (
     byte_level_bytes,
@@ -27,7 +27,6 @@ from trainer.data.tokenizer_file import (
     tokens_around_text,
     without_spelling,
 )
-from trainer.data.tokenizer_path import require_tokenizer_file
 from trainer.errors import DataError
 
 # Far above any published one; a table of that many entries is still small.
@@ -160,7 +159,8 @@ class HuggingFaceTokenizer:
             content = read_at_most(path, MAX_FILE_BYTES)
         except OSError as error:
             raise DataError(
-                f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
+                f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or the path of a "
+                "tokenizer.json, which transformers' `save_pretrained` writes for any fast tokenizer"
             ) from error
         if content is None:
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: it has more than {MAX_FILE_BYTES:,} bytes")
@@ -412,9 +412,7 @@ def load_tokenizer(
         DataError: there is no such tokenizer, or it has no such tokens.
     """
     if name != "byte":
-        path = Path(name).expanduser()
-        require_tokenizer_file(path, setting)
-        return HuggingFaceTokenizer(path, end_of_document_token, begin_of_document_token, setting)
+        return HuggingFaceTokenizer(Path(name).expanduser(), end_of_document_token, begin_of_document_token, setting)
     [own] = ByteTokenizer().delimiters.ids
     for which, token in (("end", end_of_document_token), ("begin", begin_of_document_token)):
         if token not in (None, NONE, own):

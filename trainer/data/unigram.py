@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,14 +28,31 @@ class UnigramEstimate:
 
 
 def estimate_unigram_entropy(documents: Documents, vocab_size: int, max_tokens: int = 2**26) -> UnigramEstimate:
-    """Entropy of the targets; exact up to `max_tokens` of them.
+    """Entropy of the targets; exact up to `max_tokens` of them. Arguments are as in `count_targets`."""
+    return estimate_of_mixture([(1.0, count_targets(documents, vocab_size, max_tokens))])
 
-    Beyond that it is counted on 1024 evenly spaced windows of `max_tokens` targets in all, so that a corpus of
-    any size opens in about the same time.
+
+def estimate_of_mixture(sources: Sequence[tuple[float, Int64[np.ndarray, " V"]]]) -> UnigramEstimate:
+    """Entropy of the targets of several sources.
+
+    Args:
+        sources: of each, its share of the targets and how often each token is a target in it. The shares sum to 1.
+    """
+    probabilities = sum(share * (counts / counts.sum()) for share, counts in sources)
+    probabilities = probabilities[probabilities > 0]
+    num_tokens = sum(int(counts.sum()) for _, counts in sources)
+    return UnigramEstimate(float(-(probabilities * np.log(probabilities)).sum()), num_tokens)
+
+
+def count_targets(documents: Documents, vocab_size: int, max_tokens: int = 2**26) -> Int64[np.ndarray, " V"]:
+    """How often each token is a target.
+
+    Beyond `max_tokens` targets it is counted on 1024 evenly spaced windows of as many targets in all, so that a corpus
+    of any size opens in about the same time.
 
     Args:
         documents: at least one.
-        vocab_size: ids are below it.
+        vocab_size: V; ids are below it.
         max_tokens: targets counted at most.
     """
     ends = np.cumsum(documents.num_targets)
@@ -49,8 +67,7 @@ def estimate_unigram_entropy(documents: Documents, vocab_size: int, max_tokens: 
         for part in range(int(start), int(stop), _TOKENS_COUNTED_AT_ONCE):
             tokens = _targets(documents, ends, part, min(part + _TOKENS_COUNTED_AT_ONCE, int(stop)))
             counts += np.bincount(tokens, minlength=vocab_size)
-    probabilities = counts[counts > 0] / counts.sum()
-    return UnigramEstimate(float(-(probabilities * np.log(probabilities)).sum()), int(counts.sum()))
+    return counts
 
 
 def _targets(documents: Documents, ends: Int64[np.ndarray, " D"], start: int, stop: int) -> np.ndarray:

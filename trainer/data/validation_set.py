@@ -5,10 +5,13 @@ Shapes: T tokens in a sequence.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from trainer.config import SourceConfig
 from trainer.data.batch_reader import BatchReader, BatchShare
 from trainer.data.corpora import Corpus
 from trainer.data.packing import PackedSequences
@@ -27,10 +30,12 @@ class ValidationSet:
     Args:
         sequences: all validation documents, packed.
         chosen: the numbers of the sequences that are evaluated.
+        sources: of a mixture: the source of each of them, those of one source together; empty: it is no mixture.
     """
 
     sequences: PackedSequences
     chosen: tuple[int, ...]
+    sources: tuple[str, ...] = ()
 
     @classmethod
     def choose(
@@ -39,40 +44,62 @@ class ValidationSet:
         *,
         sequence_length: int,
         num_sequences: int,
+        sources: Sequence[SourceConfig] = (),
         on_progress: OnProgress = lambda line: None,
     ) -> ValidationSet:
-        """Chooses sequences that are evenly spread over the packed validation split.
+        """Chooses sequences that are evenly spread over the packed validation split, or over that of each source.
+
+        A mixture's sequences are divided among its sources by their weights, each having one at least. A loss over all
+        targets is so that of the mixture, up to the rounding to whole sequences.
 
         Args:
             corpus: the corpus.
             sequence_length: T.
             num_sequences: sequences in all; fewer where the validation documents don't fill as many.
+            sources: of the mixture; others of the corpus aren't evaluated.
             on_progress: called with a line if they don't.
         """
-        sequences = PackedSequences(corpus.validation, sequence_length)
-        if len(sequences) < num_sequences:
+        sizes = [len(each.validation) for each in corpus.sources.values()] if sources else None
+        sequences = PackedSequences(corpus.validation, sequence_length, sizes)
+        weights = [1.0]
+        if sources:
+            by_name = {source.name: source.weight for source in sources}
+            weights = [by_name.get(name, 0.0) for name in corpus.sources]
+        chosen: list[tuple[int, ...]] = []
+        shares = divide(num_sequences, weights)
+        firsts = accumulate(sequences.num_sequences, initial=0)
+        for first, num_packed, share in zip(firsts, sequences.num_sequences, shares, strict=False):
+            count = min(share, num_packed)
+            # Packing puts the longest documents first, so the first sequences would not be typical.
+            chosen.append(tuple(first + i * num_packed // count for i in range(count)))
+        if (num_chosen := sum(map(len, chosen))) != num_sequences:
             on_progress(
-                f"validation fills {len(sequences)} of the {num_sequences} sequences of {sequence_length:,} tokens "
+                f"validation fills {num_chosen} of the {num_sequences} sequences of {sequence_length:,} tokens "
                 "that evaluation.num_sequences asks for"
             )
-            num_sequences = len(sequences)
-        # Packing puts the longest documents first, so the first sequences would not be typical.
-        return cls(sequences, tuple(i * len(sequences) // num_sequences for i in range(num_sequences)))
+        names = [name for name, numbers in zip(corpus.sources, chosen, strict=True) for _ in numbers] if sources else []
+        return cls(sequences, tuple(number for numbers in chosen for number in numbers), tuple(names))
 
     def batches(
         self, batch_size: int, *, indices: Sequence[int] | None = None, sharder: SequenceSharder | None = None
     ) -> list[BatchShare]:
-        """The sequences in batches, or one process's shares of them.
+        """The sequences in batches of one source each, or one process's shares of them.
 
         Args:
-            batch_size: sequences in every batch, over all processes; the last is filled up with sequences whose
-                `target_mask` is all False.
+            batch_size: sequences in every batch, over all processes; the last of each source is filled up with
+                sequences whose `target_mask` is all False.
             indices: in each batch, of the sequences that this process reads; None: all.
             sharder: shards each sequence over devices; None: its tokens stay in order.
         """
         read = BatchReader.of(self.sequences, batch_size, indices, sharder)
-        numbers = [*self.chosen, *[None] * (-len(self.chosen) % batch_size)]
-        return [read(numbers[start : start + batch_size]) for start in range(0, len(numbers), batch_size)]
+        shares = []
+        for source in dict.fromkeys(self.sources) or [None]:
+            own = self.sources or [None] * len(self.chosen)
+            mine = [number for number, name in zip(self.chosen, own, strict=True) if name == source]
+            numbers = [*mine, *[None] * (-len(mine) % batch_size)]
+            for start in range(0, len(numbers), batch_size):
+                shares.append(dataclasses.replace(read(numbers[start : start + batch_size]), source=source))
+        return shares
 
     def count_bytes(self, tokenizer: Tokenizer) -> int | None:
         """Bytes of the text that the sequences' targets stand for; None where no tokenizer is known.
@@ -107,3 +134,17 @@ class ValidationSet:
             for name, array in self.sequences[number].items():
                 digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
         return digest.hexdigest()
+
+
+def divide(count: int, weights: Sequence[float]) -> list[int]:
+    """Divides a count by weights, by largest remainders; whatever has a weight gets one at least.
+
+    >>> divide(8, [0.7, 0.2, 0.1, 0.0]), divide(1, [1.0, 1.0])
+    ([6, 1, 1, 0], [1, 1])
+    """
+    quotas = [count * weight / sum(weights) for weight in weights]
+    shares = [max(int(quota), 1) if quota else 0 for quota in quotas]
+    for index in sorted(range(len(quotas)), key=lambda index: shares[index] - quotas[index]):
+        if quotas[index] and sum(shares) < count:
+            shares[index] += 1
+    return shares

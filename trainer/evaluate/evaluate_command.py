@@ -12,7 +12,7 @@ from trainer.config.file import flag_types
 from trainer.config.suggestions import did_you_mean_field
 from trainer.config.train_config import check_path
 from trainer.errors import UserMistake
-from trainer.evaluate.tasks import TASKS
+from trainer.evaluate.tasks import RULER, TASKS
 
 PROGRAM = "python -m trainer.evaluate"
 _FACTORS = {"": 1, "k": 2**10, "m": 2**20}
@@ -35,7 +35,7 @@ class EvaluateCommand:
     lengths: str = "4k,32k,128k"
     """Lengths of contexts in tokens, questions and answers included; k is 1,024."""
     tasks: tuple[str, ...] = (_ALL,)
-    """Retrieval tasks by name; all or none of them."""
+    """Retrieval tasks by name; all (RULER's) or none of them."""
     depths: int = 10
     """Depths in the context at which a needle is hidden, evenly spread from its beginning to its end."""
     examples: int = 1
@@ -91,7 +91,7 @@ class EvaluateCommand:
         """The names of the tasks."""
         names = tuple(name for word in self.tasks for name in word.split(","))
         if names in ((_ALL,), (_NONE,)):
-            return tuple(TASKS) if names == (_ALL,) else ()
+            return tuple(RULER) if names == (_ALL,) else ()
         for name in names:
             if name not in TASKS:
                 nearest = did_you_mean_field(name, sorted(TASKS))

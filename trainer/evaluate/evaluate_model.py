@@ -182,7 +182,7 @@ def _measure(
             del params
         scores = []
         begun = time.perf_counter()
-        for number, example in enumerate(examples, 1):
+        for example in examples:
             scores.append(score_example(decoder, laid_out, example, subject.tokenizer))
         console.note(
             f"{format_length(length)}: {len(examples)} contexts in {format_seconds(time.perf_counter() - begun)}, "

@@ -87,6 +87,21 @@ def step_before(lines: Sequence[Line], step: int) -> int | None:
     return min({line.step for line in lines} - {step}, default=None)
 
 
+def to_values(lines: Iterable[Line]) -> dict[str, float]:
+    """Lines as curves: `retrieval/<task>/<length>`, a mean over depths, and `<kind>/<length>` for losses."""
+    values: dict[str, float] = {}
+    by_task: dict[str, list[Line]] = {}
+    for line in lines:
+        if line.kind == RETRIEVAL:
+            by_task.setdefault(f"{RETRIEVAL}/{line.task}/{line.length}", []).append(line)
+        elif line.loss is not None:
+            values[f"{line.kind}/{line.length}"] = line.loss
+    for name, of_task in by_task.items():
+        num_examples = sum(line.num_examples for line in of_task)
+        values[name] = sum((line.accuracy or 0.0) * line.num_examples for line in of_task) / num_examples
+    return values
+
+
 def describe(lines: Sequence[Line], step: int) -> str:
     """Tables of a step's results, beside those of the earliest other step.
 

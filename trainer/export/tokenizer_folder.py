@@ -13,7 +13,7 @@ from typing import Any
 from layers.pretrained.folder import inside, read_json
 from layers.pretrained.save import GENERATION_NAME, TOKENIZER_NAMES
 from trainer.data import HuggingFaceTokenizer, Tokenizer
-from trainer.data.delimiters import Delimiters
+from trainer.data.documents import Delimiters
 from trainer.data.tokenizer_file import CONFIG_NAME, set_tokens_before_text, tokens_around_text
 
 _FILE_NAME = "tokenizer.json"

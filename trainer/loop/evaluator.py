@@ -76,7 +76,13 @@ class Evaluator:
         if not is_due or step in self.evaluations or self._stop.requested:
             return
         with self._account.measure("evaluation"), running("eval_step"):
-            result = evaluate(eval_step, state.params, setup.validation_batches, setup.validation_bytes)
+            result = evaluate(
+                eval_step,
+                state.params,
+                setup.validation_batches,
+                setup.validation_bytes,
+                sources=setup.validation_sources,
+            )
         evaluated = Evaluated.now(step, result, setup.validation_digest, setup.phase_number)
         self.evaluations[step] = evaluated.entry
         self._observers.observe(evaluated)
@@ -108,6 +114,8 @@ def evaluate(
     params: Any,
     batches: Iterable[Batch],
     num_bytes: int | None,
+    *,
+    sources: Sequence[str | None] = (),
 ) -> Evaluation:
     """Evaluates parameters on batches. Every target has the same weight.
 
@@ -116,17 +124,31 @@ def evaluate(
       params: the parameters.
       batches: on the devices, sharded as `eval_step` declares.
       num_bytes: of the text that all their targets stand for; None: unknown.
+      sources: of a mixture: the source of each batch.
 
     Raises:
       UserMistake: there is no target in `batches`.
     """
     # Dispatch all batches before waiting for the first result.
     sums = jax.device_get([eval_step(params, batch) for batch in batches])
-    nats = math.fsum(float(nats) for nats, _ in sums)
-    num_targets = sum(int(count) for _, count in sums)
+    nats, num_targets = _add(sums)
     if num_targets == 0:
         raise UserMistake(
             f"evaluation got {len(sums)} batch(es) without a single target; "
             "give it longer validation documents or a larger data.validation_fraction"
         )
-    return Evaluation(nats / num_targets, nats / math.log(2) / num_bytes if num_bytes else None, num_targets)
+    of_source = {
+        name: _add([each for each, own in zip(sums, sources, strict=True) if own == name])
+        for name in dict.fromkeys(sources)
+        if name is not None
+    }
+    return Evaluation(
+        nats / num_targets,
+        nats / math.log(2) / num_bytes if num_bytes else None,
+        num_targets,
+        {name: nats / count for name, (nats, count) in of_source.items() if count},
+    )
+
+
+def _add(sums: Sequence[tuple[Any, Any]]) -> tuple[float, int]:
+    return math.fsum(float(nats) for nats, _ in sums), sum(int(count) for _, count in sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 
 from trainer.config import RunPhase, TrainConfig
 from trainer.data import BatchShare, Corpus, TrainIterator
+from trainer.evaluate.tasks import Example
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.flops import FlopCounter
@@ -39,9 +41,13 @@ class Setup:
     """Equal only if a validation loss is measured on the same targets in the same way."""
     samples: Samples | None
     """None: no prompts to continue."""
+    examples: Sequence[Example]
+    """Retrieval tasks at `evaluation.lengths`."""
     flops: FlopCounter
     peak_flops_per_s: float | None
     """Of one device; None: unknown."""
+    validation_sources: tuple[str | None, ...]
+    """The source of each validation batch; None: the data is no mixture."""
 
     @property
     def config(self) -> TrainConfig:

@@ -22,6 +22,7 @@ from trainer.loop.attempt import Attempt
 from trainer.loop.carry import enter_phase
 from trainer.loop.evaluator import Evaluator
 from trainer.loop.initial_params import InitialParams, load_initial_params, load_initial_state
+from trainer.loop.length_evaluator import LengthEvaluator
 from trainer.loop.progress import Progress
 from trainer.loop.resume import restore
 from trainer.loop.saver import Saver, Snapshot, spared_steps
@@ -68,6 +69,8 @@ class TrainingLoop:
         self.saver = Saver(self.checkpoints, workdir, config, this.console, this.account, self.observers, this.stop)
         self.config_history = ConfigHistory(config)
         self.evaluator = Evaluator(self.setup, this.account, self.observers, this.stop)
+        at_length = (workdir.path, this.account, this.console, self.observers)
+        self.length_evaluator = LengthEvaluator(*at_length, writes=self.peers.is_first)
         self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
         self.data_failure: TrainingFailed | None = None
         self.is_amid_skipped = False
@@ -167,6 +170,8 @@ class TrainingLoop:
     def evaluate_if_due(self) -> None:
         """Evaluates after every `evaluation.every_num_steps` and after the last step."""
         self.evaluator.evaluate_if_due(self.progress.step, self.programs.eval_step, self.state)
+        if not self.stop.requested:
+            self.length_evaluator.evaluate_if_due(self.setup, self.progress.step, self.state)
 
     def save_if_due(self) -> None:
         """Saves every `checkpoint.every_num_steps`, unless the last update was skipped.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from trainer.data import BatchShare
 from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.loop.skipped_updates import find_failure, tell_skipped
-from trainer.observers.observer import LogWindow, make_entry
+from trainer.observers.observer import MIXTURE, LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.step.flops import StepFlops
 from trainer.step.train_step import StepMetrics
@@ -38,6 +40,7 @@ class RunningWindow:
         self._metrics: list[StepMetrics] = []  # on the device
         self._history: list[StepMetrics] = []  # the same on the host
         self._flops = StepFlops(0, 0)
+        self._mixture_before = setup.batches.mixture()
 
     @property
     def num_steps(self) -> int:
@@ -106,7 +109,8 @@ class RunningWindow:
         }
         phase = self._setup.phase_number
         entries = [_values(each, compiles, number, phase) for number, each in enumerate(metrics, self._first_step)]
-        entries[-1] |= speed
+        mixture = self._setup.batches.mixture()
+        entries[-1] |= speed | _shares(self._mixture_before, mixture)
         return LogWindow(
             step=step,
             num_steps=num_steps,
@@ -117,6 +121,7 @@ class RunningWindow:
             mfu_causal=mfu and mfu[0],
             left_s=(times.typical_step_s() or seconds) * (num_steps - step),
             entries=[make_entry(number, entry) for number, entry in enumerate(entries, self._first_step)],
+            mixture=mixture,
             num_skipped=int(metrics[-1].num_skipped),
             is_amid_skipped=bool(metrics[-1].num_skipped_in_a_row),
             skipped=tell_skipped(metrics, self._first_step, optimizer),
@@ -141,3 +146,17 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int, phase: in
         values["phase"] = phase
     recompile_s = compiles.recompile_seconds("train_step", step)
     return values | ({"recompile_s": recompile_s} if recompile_s else {})
+
+
+def _shares(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> dict[str, float]:
+    """The shares of a window's tokens by source and by length of the documents; empty: the data is no mixture."""
+    if before is None or after is None:
+        return {}
+    drawn: Counter[str] = Counter()
+    for sign, mixture in ((-1, before), (1, after)):
+        for name, source in mixture.items():
+            drawn[f"{MIXTURE}/{name}"] += sign * source["num_tokens"]
+            for least, count in source["num_tokens_by_length"].items():
+                drawn[f"{MIXTURE}_lengths/{least}"] += sign * count
+    total = sum(count for name, count in drawn.items() if name.startswith(f"{MIXTURE}/"))
+    return {name: count / total for name, count in drawn.items()} if total else {}

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from trainer.compile.history import Recompile
 from trainer.compile.stages import CompileReport, format_stages
-from trainer.observers.observer import Evaluated, Event, LogWindow, Observer, PhaseBegun, Sampled, Start
+from trainer.observers.observer import (
+    Evaluated,
+    EvaluatedAtLength,
+    Event,
+    LogWindow,
+    Observer,
+    PhaseBegun,
+    Sampled,
+    Start,
+)
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_loss, format_seconds
 
@@ -35,7 +44,11 @@ class ConsoleLines(Observer):
                 self._print_window(event)
             case Evaluated(step, evaluation):
                 loss = format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)
-                self._console.note(f"step {step}: validation {loss}")
+                sources = "".join(f", {name} {each:.4f}" for name, each in evaluation.nats_per_token_by_source.items())
+                self._console.note(f"step {step}: validation {loss}{sources}")
+            case EvaluatedAtLength():
+                for line in event.table.splitlines():
+                    self._console.note(line)
             case Sampled(step, prompt, text):
                 self._console.note(f"step {step}: sample: {prompt}▸{text}")
 

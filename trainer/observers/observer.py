@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ from trainer.compile.stages import CompileReport
 VALIDATION_LOSS = "validation_nats_per_token"
 VALIDATION_DIGEST = "validation_digest"
 """Tells on which sequences, and how, an evaluation measured: losses with different ones don't compare."""
+MIXTURE = "mixture"
+"""Begins the names of the shares of a window's tokens: `mixture/SOURCE`, and by the least tokens of the documents
+`mixture_lengths/1024`."""
 NOT_DRAWN = ("step", "time", "phase", VALIDATION_DIGEST)
 """The values of an entry that are no curve. The curve of a phase is its sequence length."""
 PHASE_LENGTH = "phase/sequence_length"
@@ -99,6 +102,8 @@ class LogWindow:
     """Expected seconds to the last step."""
     entries: Sequence[LogEntry] = ()
     """One for each step."""
+    mixture: Mapping[str, Any] | None = None
+    """The tokens drawn so far from each source, for the record; None: the data is no mixture."""
     num_skipped: int = 0
     """Updates that were skipped in the whole run."""
     is_amid_skipped: bool = False
@@ -119,6 +124,8 @@ class Evaluation:
     """Bits per byte of text, which don't depend on the tokenizer; None if the text isn't known."""
     num_targets: int
     """Tokens predicted."""
+    nats_per_token_by_source: Mapping[str, float] = field(default_factory=dict)
+    """The same mean for each source of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,22 @@ class Evaluated:
     def now(cls, step: int, evaluation: Evaluation, digest: str, phase: int | None = None) -> Evaluated:
         """A loss that was just measured, on the sequences of `digest`, in a phase of the run, from 1."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
+        losses |= {f"{VALIDATION_LOSS}/{name}": loss for name, loss in evaluation.nats_per_token_by_source.items()}
         in_phase = {} if phase is None else {"phase": phase}
         return cls(step, evaluation, make_entry(step, losses | in_phase) | {VALIDATION_DIGEST: digest})
+
+
+@dataclass(frozen=True)
+class EvaluatedAtLength:
+    """Retrieval and losses at the lengths that a run is evaluated at."""
+
+    step: int
+    table: str
+    """Of the results, beside those of the run's first evaluation."""
+    values: Mapping[str, float]
+    """By the name of their curve."""
+    pictures: Sequence[Path]
+    """PNG files."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +199,7 @@ class Saved:
     path: Path
 
 
-Event = Start | PhaseBegun | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Ending
+Event = Start | PhaseBegun | Advanced | Recompile | LogWindow | Evaluated | EvaluatedAtLength | Sampled | Saved | Ending
 """Everything that observers hear of: `Start` first, `Ending` last, where the attempt ends well."""
 
 

@@ -3,7 +3,8 @@
 `status` is "running", "completed", "failed" (with the reason in `message`) or "preempted" (by a stop signal). `step` is
 the number of steps done. If an attempt ended without a word, by SIGKILL for example, the next attempt's `attempts` call
 it "killed", with its last known step. `num_skipped_updates` counts the steps that changed nothing
-(`trainer/step/skipping.py`). `init_from` tells what the parameters began as; None: they were random.
+(`trainer/step/skipping.py`). `init_from` tells what the parameters began as; None: they were random. `mixture` has the
+tokens drawn from each source of a mixture.
 `trainer/observers/goodput.py` says what `goodput` is, and `trainer/compile/history.py` what `compile` holds.
 """
 
@@ -154,6 +155,8 @@ class RecordUpdates(Observer):
             case LogWindow():
                 self._count(event.entries)
                 self._record.put(num_skipped_updates=event.num_skipped)
+                if event.mixture is not None:
+                    self._record.put(mixture=event.mixture)
                 # An update waits for the disk, so a run of fast steps can't afford one for every window.
                 if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
                     self._record.update(compile=self._history.to_json(), steps=self._times.to_json())

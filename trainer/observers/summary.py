@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from trainer.config import TrainConfig
-from trainer.observers.loss_plot import draw_losses
 from trainer.observers.observer import VALIDATION_LOSS, Ending, Event, Observer
+from trainer.observers.plots import draw_losses, draw_mixture
 from trainer.observers.record import RunRecord
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_loss, format_seconds
@@ -12,7 +15,7 @@ from trainer.workdir import Workdir
 
 
 class Summary(Observer):
-    """Draws the losses and prints the summary of an attempt that has ended well.
+    """Draws the pictures and prints the summary of an attempt that has ended well.
 
     Args:
       console: where it is printed.
@@ -48,8 +51,17 @@ class Summary(Observer):
             workdir.tensorboard,
             checkpoint or workdir.checkpoints,
         ]
-        if self._draw_losses(ending.unigram_nats_per_token):
-            written.append(workdir.loss_picture)
+        pictures = {
+            workdir.loss_picture: lambda picture: draw_losses(
+                workdir.metrics,
+                picture,
+                title=self._config.name,
+                unigram_nats_per_token=ending.unigram_nats_per_token,
+                phases=self._config.in_phases(),
+            ),
+            workdir.mixture_picture: lambda picture: draw_mixture(workdir.metrics, picture, title=self._config.name),
+        }
+        written += [picture for picture, draw in pictures.items() if self._draw(picture, draw)]
         facts["written"] = [f"{path}{'/' if path.is_dir() else ''}" for path in written]
         done = f"step {ending.step} of {self._config.num_steps}"
         if ending.status == "completed":
@@ -73,17 +85,10 @@ class Summary(Observer):
             parts.append(f"{account['num_attempts']} attempts, with {seconds['downtime']} between them")
         return {"goodput": f"{account['fraction']:.1%}: {', '.join(parts)}"}
 
-    def _draw_losses(self, unigram_nats_per_token: float) -> bool:
-        """Returns whether the losses could be drawn. A run that ended well doesn't fail if they can't."""
-        picture = self._workdir.loss_picture
+    def _draw(self, picture: Path, draw: Callable[[Path], bool]) -> bool:
+        """Returns whether a picture could be drawn. A run that ended well doesn't fail if it can't."""
         try:
-            return draw_losses(
-                self._workdir.metrics,
-                picture,
-                title=self._config.name,
-                unigram_nats_per_token=unigram_nats_per_token,
-                phases=self._config.in_phases(),
-            )
+            return draw(picture)
         except Exception as error:
             self._console.warning(f"{picture} can't be drawn: {type(error).__name__}: {error}")
             return False

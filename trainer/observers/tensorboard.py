@@ -27,8 +27,10 @@ from trainer.compile.history import Recompile, report_scalars
 from trainer.compile.stages import CompileReport
 from trainer.files.log_file import AppendedLog
 from trainer.observers.observer import (
+    MIXTURE,
     PHASE_LENGTH,
     Evaluated,
+    EvaluatedAtLength,
     Event,
     LogEntry,
     LogWindow,
@@ -80,6 +82,12 @@ class TensorBoard(Observer):
             case Evaluated():
                 self._write([self._to_event(event.entry)])
 
+            case EvaluatedAtLength(step=step):
+                images = [
+                    _image(f"evaluation/{picture.stem}", picture.read_bytes(), step) for picture in event.pictures
+                ]
+                self._write([_scalars(event.values, step, time.time()), *images])
+
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
@@ -129,10 +137,20 @@ def _text(tag: str, markdown: str, step: int) -> event_pb2.Event:
     return event_pb2.Event(wall_time=time.time(), step=step, summary=text_summary(tag, markdown))
 
 
+def _image(tag: str, png: bytes, step: int) -> event_pb2.Event:
+    width, height = struct.unpack(">II", png[16:24])  # of the first chunk, which describes the image
+    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+    return event_pb2.Event(
+        wall_time=time.time(), step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)])
+    )
+
+
 def _tag(name: str) -> str:
     """The tag of a value. TensorBoard groups charts by the part before the slash."""
     if name == PHASE_LENGTH:
         return name
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
+    if name.startswith(MIXTURE):
+        return name
     return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"

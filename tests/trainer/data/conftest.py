@@ -9,8 +9,7 @@ import pytest
 
 from trainer.config import DataConfig
 from trainer.data import Corpus, DataError, Documents, load_corpus, make_train_iterator
-from trainer.data.delimiters import Delimiters
-from trainer.data.documents import DOCUMENT_DTYPE
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters
 from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.data import ByteTokenizer, DataError, PackedSequences, ValidationSet
-from trainer.data.delimiters import Delimiters
+from trainer.data.documents import Delimiters
 
 T = 64
 

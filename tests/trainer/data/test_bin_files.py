@@ -1,4 +1,4 @@
-"""Pre-tokenized files of nanoGPT, llm.c, NumPy and Megatron: their documents, and what is wrong with broken ones."""
+"""Pre-tokenized files of nanoGPT, llm.c and NumPy: their documents, and what is wrong with broken ones."""
 
 import gzip
 import re
@@ -121,7 +121,7 @@ def test_a_tokenizer_that_did_not_make_the_file_is_refused(refuses, write, token
         (None, b"\x28\xb5\x2f\xfd" + bytes(20), r"is Zstandard-compressed, not token ids; decompress it"),
         (None, b"PAR1\x15" + bytes(31), r"is a Parquet file, not token ids; set data.source=parquet"),
         (None, b"PK\x03\x04" + bytes(20), r"is a ZIP archive .*, not token ids; unpack it"),
-        (None, b"MMIDIDX\0\0\1" + bytes(30), r"is the index of a Megatron .bin, not .*name the .bin beside"),
+        (None, b"MMIDIDX\0\0\1" + bytes(30), r"is the index of a Megatron .bin, not .*write the documents"),
     ],
 )
 def test_broken_files_are_refused(tmp_path, refuses, write_llmc, tokens, spoilt, message):
@@ -297,69 +297,13 @@ def test_a_damaged_file_of_numpys_is_refused(tmp_path, refuses):
         refuses(rf"a.npy: {message}", "bin", "a.npy")
 
 
-def write_megatron(path, documents, code_and_dtype=(8, "<u2"), *, end=(), sequences_per_document=1, modes=False):
-    """Documents as Megatron-LM's IndexedDatasetBuilder writes them."""
-    code, dtype = code_and_dtype
-    sequences = [part for each in documents for part in np.array_split([*each, *end], sequences_per_document)]
-    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
-    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
-    boundaries = np.arange(len(documents) + 1, dtype="<i8") * sequences_per_document
-    np.concatenate(sequences).astype(dtype).tofile(path.with_suffix(".bin"))
-    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(boundaries))
-    arrays = (lengths, pointers.astype("<i8"), boundaries, *((np.zeros(len(lengths), "i1"),) if modes else ()))
-    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
-
-
-@pytest.mark.parametrize("code_and_dtype", [(8, "<u2"), (4, "<i4"), (5, "<i8")])
-@pytest.mark.parametrize("options", [{}, {"end": (2,)}, {"sequences_per_document": 3, "modes": True}])
-def test_megatrons_index_tells_the_documents(tmp_path, load, refuses, rng, code_and_dtype, options):
-    documents = [rng.integers(3, 60_000, length).tolist() for length in (5, 1, 30, 2, 400)]
-    write_megatron(tmp_path / "a.bin", documents, code_and_dtype, **options)
-    fields = {"validation_fraction": 0.4, "vocab_size": 60_000}
-    told = r"a.bin \(Megatron, .*\) doesn't say which token ends a document; set data.end"
-    refuses(told, "bin", "a.bin", **fields)
-    for end in (2, "none"):
-        corpus = load("bin", "a.bin", end_of_document_token=end, **fields)
-        stored = [[*each, *options.get("end", ())] for each in documents] if end == "none" else documents
-        assert sorted(contents(corpus.train, corpus.validation)) == sorted(stored)
-        assert corpus.tokenizer.delimiters == ((2, 2) if end == 2 else (None, None))
-        assert not any("no header" in line for line in load.said)
-    told = r"a.idx is the index of a Megatron .bin, not token ids"
-    refuses(told, "bin", "a.*", end_of_document_token="none", **fields)
-
-
-def test_another_index_is_another_corpus(tmp_path, load):
-    tokens, fingerprints = list(range(3, 43)), set()
-    for length in (10, 20):
-        write_megatron(tmp_path / "a.bin", [tokens[start : start + length] for start in range(0, 40, length)])
-        corpus = load("bin", "a.bin", validation_fraction=0.4, end_of_document_token="none")
-        fingerprints.add(corpus.fingerprint)
-        assert len(corpus.train) + len(corpus.validation) == 40 // length
-    assert len(fingerprints) == 2
-
-
-def test_a_damaged_index_is_refused(tmp_path, load, refuses):
-    write_megatron(tmp_path / "a.bin", [[1, 2, 3], [4, 5]])
-    good = (tmp_path / "a.idx").read_bytes()
-
-    def spoilt(place: int, new: bytes) -> bytes:
-        return good[:place] + new + good[place + len(new) :]
-
-    for content, message in (
-        (b"TNTIDX\0\0" + good, r" is of Megatron's first form; expected MMIDIDX"),
-        (good[:20], r": 20 bytes end inside the header"),
-        (good[:-1], r": 2 sequences and 3 boundaries make 82 bytes, but it has 81; it was cut short"),
-        (spoilt(9, b"\2"), r": version 2 and type 8, expected version 1 and integers"),
-        (spoilt(17, b"\7"), r": version 1 and type 7, expected version 1 and integers"),
-        (spoilt(34, b"\4"), r": its sequences don't lie end to end"),
-        (spoilt(38, b"\1"), r" is of 4 tokens, and the .bin beside it has 5; one was cut short"),
-        (spoilt(58, b"\3"), r": its documents aren't in order"),
-        (spoilt(66, b"\3"), r": its documents aren't in order"),
-    ):
-        (tmp_path / "a.idx").write_bytes(content)
-        refuses(f"a.idx{message}", "bin", "a.bin", end_of_document_token=9)
+@pytest.mark.parametrize("magic", [b"MMIDIDX\0\0", b"TNTIDX\0\0"])
+def test_megatrons_files_are_refused(tmp_path, load, refuses, write, magic):
+    write("a.bin", range(9))
+    (tmp_path / "a.idx").write_bytes(magic + bytes(40))
+    refuses(r"a.bin is Megatron-LM's, by the index beside it, .*: write its documents as JSON-lines", "bin", "a.bin")
     (tmp_path / "a.idx").write_bytes(b"an index of something else")
-    assert load("bin", "a.bin", end_of_document_token=9).train.num_tokens > 0
+    assert load("bin", "a.bin", end_of_document_token=4).train.num_tokens > 0
 
 
 def test_a_file_that_is_replaced_while_it_is_opened_is_refused(tmp_path, refuses, write, documents, monkeypatch):

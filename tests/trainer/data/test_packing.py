@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.delimiters import Delimiters
-from trainer.data.documents import DOCUMENT_DTYPE, Documents
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, Documents
 from trainer.data.packing import PackedSequences, cut_documents, pack_best_fit
 from trainer.data.unigram import estimate_unigram_entropy
 

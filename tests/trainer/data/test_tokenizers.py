@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.data import DataError, HuggingFaceTokenizer, load_tokenizer
 from trainer.data import tokenizers as tokenizers_module
-from trainer.data.delimiters import Delimiters
+from trainer.data.documents import Delimiters
 from trainer.data.tokenizers import PretokenizedIds
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainer.data import load_tokenizer
-from trainer.data.delimiters import Delimiters
+from trainer.data.documents import Delimiters
 from trainer.export.tokenizer_folder import special_token_ids, tokenizer_folder
 
 BOS = ("<s>", 1)

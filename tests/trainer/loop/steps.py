@@ -23,6 +23,9 @@ class EndlessBatches:
     def get_state(self):
         return {}
 
+    def mixture(self):
+        return None
+
     def close(self):
         pass
 

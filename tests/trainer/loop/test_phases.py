@@ -204,7 +204,7 @@ def test_phases_that_are_made_stay(phased):
     longer = dataclasses.replace(second, num_steps=4)
     refuse_other_phases(phased, with_phases(first, longer, last, num_steps=9), 3)  # the phase under way may last longer
     refuse_other_phases(phased, with_phases(first, second, last, num_steps=20), 6)
-    with pytest.raises(UserMistake, match="model.rope_base: 10000.0 in phases"):
+    with pytest.raises(UserMistake, match=r"model\.rope_base: 10000\.0 in phases"):
         refuse_other_phases(phased, with_phases(first, dataclasses.replace(second, rope_layers="all"), last), 4)
     with pytest.raises(UserMistake, match=r"phases\[0\] takes steps 1 to 1, and those of the checkpoint, 1 to 2,"):
         refuse_other_phases(phased, with_phases(dataclasses.replace(first, num_steps=1), second, last), 4)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from layers import GPTConfig
+from tests.trainer.loop.steps import EndlessBatches
 from trainer.config import OptimizerConfig
 from trainer.data import BatchShare
 from trainer.loop.window import RunningWindow
@@ -27,6 +28,7 @@ def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak,
     setup = SimpleNamespace(
         run=config, config=config, flops=flops, devices=[None] * 4, peak_flops_per_s=peak, phase_number=2
     )
+    setup.batches = EndlessBatches()
     ids = np.sort(rng.integers(0, 5, (2, 3, T)), axis=-1)  # 0: padding
     num_tokens = [int((of_batch > 0).sum()) for of_batch in ids]
     metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 0, True, 0, 0)))

@@ -108,6 +108,7 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
         validation_batches=[{}],
         validation_bytes=2,
         validation_digest="d",
+        validation_sources=(),
         samples=Samples(trained.config, ByteTokenizer()),
         functions=SimpleNamespace(mesh=trained.mesh),
     )

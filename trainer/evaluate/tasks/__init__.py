@@ -20,11 +20,23 @@ These differ from RULER. Each context begins at another line of the haystack. An
 Values of a key and common words are answered in the order in which the context has them first, so that a text has one
 answer. The words of `common_words` are made of syllables: a million tokens need more words than a dictionary has. A
 context may have several questions, each with needles or a chain of its own.
+
+`key_values` is none of RULER's, and simpler: lines of a key and a word, so that a model of two layers can learn it.
 """
 
 from trainer.evaluate.tasks.documents import make_documents, write_documents
 from trainer.evaluate.tasks.example import Example, Question, score
-from trainer.evaluate.tasks.generate import TASKS, make_examples
+from trainer.evaluate.tasks.generate import RULER, TASKS, make_examples
 from trainer.evaluate.tasks.haystack import NOISE
 
-__all__ = ["NOISE", "TASKS", "Example", "Question", "make_documents", "make_examples", "score", "write_documents"]
+__all__ = [
+    "NOISE",
+    "RULER",
+    "TASKS",
+    "Example",
+    "Question",
+    "make_documents",
+    "make_examples",
+    "score",
+    "write_documents",
+]

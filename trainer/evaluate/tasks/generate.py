@@ -13,11 +13,12 @@ from trainer.errors import UserMistake
 from trainer.evaluate.tasks.common_words import CommonWords, Repeats
 from trainer.evaluate.tasks.example import Example
 from trainer.evaluate.tasks.frequent_words import FrequentWords
+from trainer.evaluate.tasks.key_values import KeyValues
 from trainer.evaluate.tasks.needles import Needles
 from trainer.evaluate.tasks.task import Draw, RetrievalTask, TaskInputs
 from trainer.evaluate.tasks.variable_tracking import VariableTracking
 
-TASKS: Mapping[str, RetrievalTask] = MappingProxyType(
+RULER: Mapping[str, RetrievalTask] = MappingProxyType(
     {
         "niah_single": Needles(),
         "niah_multikey": Needles(num_distractors=3),
@@ -33,7 +34,9 @@ TASKS: Mapping[str, RetrievalTask] = MappingProxyType(
         "frequent_words": FrequentWords(),
     }
 )
-"""The tasks by name, each with RULER's numbers."""
+"""RULER's tasks by name, each with its numbers."""
+TASKS: Mapping[str, RetrievalTask] = MappingProxyType({**RULER, "key_values": KeyValues(num_distractors=3)})
+"""All tasks by name."""
 
 
 def make_examples(
@@ -62,8 +65,8 @@ def make_examples(
             `frequent_words` have one question.
         depths: fractions of the haystack from 0 to 1. Example i asks for a needle at depth i modulo their number. The
             needles of several questions are beside each other there. Distractors are spread at random, and so are all
-            needles if it is None. Only `niah_single` and `niah_multikey` heed it: a question of the other tasks asks
-            for several needles, variables or words.
+            needles if it is None. Only `niah_single`, `niah_multikey` and `key_values` heed it: a question of the
+            other tasks asks for several needles, variables or words.
         tokenizer: the model's.
         haystack: any text, repeated if it is too short. Of a long one, at most the first `2 * length` tokens are used.
             `common_words` and `frequent_words` have no use for it.

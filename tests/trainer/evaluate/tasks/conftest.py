@@ -10,7 +10,7 @@ import pytest
 
 from tests.trainer.evaluate.tasks.prose import PROSE
 from trainer.data import ByteTokenizer, Tokenizer, load_tokenizer
-from trainer.evaluate.tasks import NOISE, TASKS, Example, make_examples
+from trainer.evaluate.tasks import NOISE, RULER, Example, make_examples
 
 
 def _gpt2_like():
@@ -97,7 +97,7 @@ def tokenizer(request, tokenizers_by_family) -> Tokenizer:
     return tokenizers_by_family[request.param]
 
 
-@pytest.fixture(params=TASKS)
+@pytest.fixture(params=RULER)
 def task(request) -> str:
     """The name of each task."""
     return request.param

@@ -9,7 +9,7 @@ from tests.trainer.evaluate.tasks.oracle import answer
 from tests.trainer.evaluate.tasks.prose import PROSE
 from trainer.data.readers import read_jsonl
 from trainer.errors import UserMistake
-from trainer.evaluate.tasks import TASKS, make_documents, write_documents
+from trainer.evaluate.tasks import RULER, make_documents, write_documents
 
 
 def make(tasks, num_documents=6, num_bytes=(4000, 9000), num_questions=2, haystack=PROSE * 20, seed=1):
@@ -35,8 +35,8 @@ def questions_of(document):
 
 
 def test_documents_end_in_questions_with_right_answers():
-    documents = list(make(list(TASKS), num_documents=14))
-    for document, task in zip(documents, [*TASKS] * 2, strict=True):
+    documents = list(make(list(RULER), num_documents=14))
+    for document, task in zip(documents, [*RULER] * 2, strict=True):
         context, asked = questions_of(document)
         assert len(asked) == (1 if task in ("common_words", "frequent_words") else 2)
         for prompt, text in asked:

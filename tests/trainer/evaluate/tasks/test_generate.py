@@ -9,7 +9,7 @@ from tests.trainer.evaluate.tasks.oracle import answer
 from tests.trainer.evaluate.tasks.prose import PROSE
 from trainer.data import ByteTokenizer
 from trainer.errors import UserMistake
-from trainer.evaluate.tasks import NOISE, TASKS, score
+from trainer.evaluate.tasks import NOISE, RULER, score
 from trainer.evaluate.tasks.haystack import split_lines
 
 
@@ -211,7 +211,7 @@ def test_a_length_is_refused_up_to_the_one_that_the_message_names(draw, task, to
 
 
 def test_the_seven_tasks_are_there():
-    assert list(TASKS) == [
+    assert list(RULER) == [
         "niah_single",
         "niah_multikey",
         "niah_multivalue",

@@ -1,4 +1,4 @@
-"""Draws the losses of a run as a picture, for somebody without TensorBoard at hand."""
+"""Draws the losses and the mixture of a run as pictures, for somebody without TensorBoard at hand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import importlib.util
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunPhase
 from trainer.files.atomic import write_atomically
 from trainer.observers.metrics import read_entries
-from trainer.observers.observer import VALIDATION_LOSS
+from trainer.observers.observer import MIXTURE, VALIDATION_LOSS
 
 _SIZE_INCHES = (8.0, 4.5)
 _DOTS_PER_INCH = 120
@@ -44,8 +45,6 @@ def draw_losses(
     training, validation = _points(metrics, "loss"), _points(metrics, VALIDATION_LOSS)
     if not training and not validation:
         return False
-    # pyplot would keep figures and a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
@@ -73,10 +72,57 @@ def draw_losses(
     axes.set_title(title, parse_math=False)
     axes.legend()
     axes.grid(alpha=0.3)
+    _write(figure, picture)
+    return True
+
+
+def draw_mixture(metrics: Path, picture: Path, *, title: str) -> bool:
+    """Draws the shares of the tokens by source and by length of the documents, from `metrics.jsonl`.
+
+    Args:
+      metrics, picture, title: as in `draw_losses`.
+
+    Returns:
+      Whether a picture was drawn. That takes matplotlib and a run on a mixture.
+
+    Raises:
+      OSError: the file can't be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    entries = [entry for entry in read_entries(metrics) if any(name.startswith(f"{MIXTURE}/") for name in entry)]
+    if not entries:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    # A window's shares hold from the step after the window before.
+    edges = [0, *(entry["step"] for entry in entries)]
+    prefixes = {f"{MIXTURE}/": "source", f"{MIXTURE}_lengths/": "tokens of the document, at least"}
+    for axes, (prefix, label) in zip(figure.subplots(1, 2, sharey=True), prefixes.items(), strict=True):
+        names = list(dict.fromkeys(name for entry in entries for name in entry if name.startswith(prefix)))
+        below = [0.0] * len(entries)
+        for name in names:
+            top = [lower + (entry.get(name) or 0.0) for lower, entry in zip(below, entries, strict=True)]
+            axes.stairs(top, edges, baseline=below, fill=True, label=name.removeprefix(prefix))
+            below = top
+        axes.set_xlabel("step")
+        axes.set_xlim(edges[0], edges[-1])
+        axes.set_ylim(0, 1)
+        axes.legend(title=label, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    figure.axes[0].set_ylabel("share of the tokens")
+    figure.suptitle(title, parse_math=False)
+    _write(figure, picture)
+    return True
+
+
+def _write(figure: Any, picture: Path) -> None:
+    # pyplot would keep figures and a backend for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     content = io.BytesIO()
     FigureCanvasAgg(figure).print_figure(content, format="png", dpi=_DOTS_PER_INCH)
     write_atomically(picture, content.getvalue())
-    return True
 
 
 def _points(metrics: Path, name: str) -> list[tuple[float, float]]:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.observers import loss_plot
-from trainer.observers.loss_plot import draw_losses
+from trainer.observers import plots
+from trainer.observers.plots import draw_losses
 
 
 @pytest.fixture
@@ -61,6 +61,6 @@ def test_each_phase_that_has_begun_has_a_line_with_its_length(metrics, tmp_path,
 
 def test_without_a_loss_or_matplotlib_there_is_no_picture(metrics, tmp_path, monkeypatch):
     assert not draw(metrics({"step": 1, "loss": None}))
-    monkeypatch.setattr(loss_plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert not draw(metrics({"step": 1, "loss": 1.0}))
     assert not (tmp_path / "loss.png").exists()

@@ -1,0 +1,94 @@
+"""A long-context model from nothing: 12M parameters on bytes, 2,048 → 16,384 → 131,072 tokens in one command.
+
+Hypothesis: a model finds a number in 131,072 tokens after 100 steps at that length, if it has learned to find numbers
+in short texts before, and its state is carried through phases of rising length and RoPE base.
+
+Command:
+    python -m trainer --config experiments/long_context_from_scratch.py
+
+Data: Python's own sources, and documents made from them with needles and questions (`retrieval_documents.py`).
+"""
+
+from experiments.retrieval_documents import make_files
+from layers import GPTConfig
+from trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    OptimizerConfig,
+    Phase,
+    SourceConfig,
+    TrainConfig,
+)
+
+TASKS = ("niah_single", "niah_multikey")
+
+
+def get_config() -> TrainConfig:
+    """Three phases, evaluated at the end of each."""
+    return TrainConfig(
+        name="long_context_from_scratch",
+        description="A small model that learns to retrieve at 131,072 tokens, meant for one H200",
+        model=GPTConfig(
+            vocab_size=320,
+            num_layers=6,
+            width=384,
+            num_heads=6,
+            num_kv_heads=6,
+            mlp_width=1024,
+            mlp="swiglu",
+            remat="none",
+            scan_layers=False,
+        ),
+        num_steps=1900,
+        sequence_length=2048,
+        batch_size=64,
+        phases=(
+            Phase(num_steps=1500, sources=sources(python=0.3, short=0.6, long=0.1)),
+            Phase(
+                num_steps=250,
+                sequence_length=16_384,
+                batch_size=8,
+                rope_base=5e5,
+                optimizer=schedule(5e-4, 10),
+                sources=sources(python=0.2, short=0.3, long=0.5),
+            ),
+            Phase(
+                num_steps=150,
+                sequence_length=131_072,
+                batch_size=2,
+                gradient_accumulation=2,
+                rope_base=8e6,
+                optimizer=schedule(3e-4, 10),
+                sources=sources(python=0.1, short=0.1, long=0.2, longest=0.6),
+            ),
+        ),
+        data=DataConfig(sources=sources(python=0.3, short=0.6, long=0.1)),
+        optimizer=schedule(2e-3, 50),
+        loss=LossConfig(chunk_size=8192),
+        evaluation=EvaluationConfig(
+            every_num_steps=500, num_sequences=16, lengths=(2048, 16_384, 65_536, 131_072), tasks=TASKS
+        ),
+        checkpoint=CheckpointConfig(every_num_steps=500),
+        log_every_num_steps=50,
+    )
+
+
+def schedule(learning_rate: float, num_warmup_steps: int) -> OptimizerConfig:
+    """Warm-up, stable, decay."""
+    return OptimizerConfig(learning_rate=learning_rate, num_warmup_steps=num_warmup_steps, schedule="wsd")
+
+
+def sources(**weights: float) -> tuple[SourceConfig, ...]:
+    """Python's sources, and documents with needles in Python and in noise, each by its share of the tokens."""
+    lengths = {"short": (24_000, (1000, 1800)), "long": (3000, (4000, 15_000)), "longest": (400, (60_000, 127_000))}
+    found = [SourceConfig("python", format="stdlib", weight=weights.get("python", 0.0))]
+    for name, (num_documents, num_bytes) in lengths.items():
+        files = [
+            file
+            for noise in (False, True)
+            for file in make_files(name, TASKS, num_documents // 2, num_bytes, 4, noise=noise)
+        ]
+        found.append(SourceConfig(name, tuple(files), "jsonl", weight=weights.get(name, 0.0)))
+    return tuple(found)
