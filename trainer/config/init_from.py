@@ -79,7 +79,7 @@ class InitialModel:
         """Checks a config with its flags applied.
 
         Raises:
-          UserMistake: its layers aren't the folder's, or its model can't be trained on its mesh.
+          UserMistake: its layers aren't the folder's, or its model can't be trained on its mesh, or in a phase.
         """
         model = config.model
         for index, (ours, theirs) in enumerate(zip(_layers(model), _layers(self.model), strict=True)):
@@ -90,6 +90,8 @@ class InitialModel:
                 )
         try:
             config.check_model()
+            for phase in config.in_phases():
+                phase.config.check_model()
         except ValueError as refused:
             raise UserMistake(str(refused)) from None
 
