@@ -27,14 +27,21 @@ def make_files(
       noise: RULER's sentences as the haystack; False: Python's own sources.
     """
     seed = 20261129  # evaluations draw other needles, from small seeds
-    options = {"num_documents": num_documents, "num_bytes": num_bytes, "num_questions": num_questions, "seed": seed}
-    digest = hashlib.sha256(json.dumps([1, list(tasks), options, noise]).encode()).hexdigest()[:12]
+    known = [1, list(tasks), num_documents, num_bytes, num_questions, seed, noise]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
     path = FOLDER.expanduser() / f"{name}-{digest}.jsonl"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"making {path}", flush=True)
-        haystack = NOISE if noise else _read_sources()
-        write_documents(path, make_documents(tasks, haystack=haystack, **options))
+        documents = make_documents(
+            tasks,
+            num_documents=num_documents,
+            num_bytes=num_bytes,
+            num_questions=num_questions,
+            haystack=NOISE if noise else _read_sources(),
+            seed=seed,
+        )
+        write_documents(path, documents)
     return (str(path),)
 
 

@@ -1,10 +1,10 @@
 """`python -m trainer.compile --config FILE [--topology NAME] [--longest-context | --compare FIELD=A,B]`.
 
 Exit status: 0 the step compiles and fits in the devices' memory, or that memory is unknown; 3 it doesn't fit, whether
-or not a change was found with which it does (with `--compare`: one of the variants doesn't fit; with
-`--longest-context`: no length does); 2 a mistake in the command or the config, in one message; 1 the compiler
-failed; 130 Ctrl-C. Every compilation happens in a process of its own. So this process starts no device, and the
-compiler's environment is set for the other one alone.
+or not a change was found with which it does (of a run with phases: one of them doesn't fit; with `--compare`: one of
+the variants doesn't; with `--longest-context`: no length does); 2 a mistake in the command or the config, in one
+message; 1 the compiler failed; 130 Ctrl-C. Every compilation happens in a process of its own. So this process starts no
+device, and the compiler's environment is set for the other one alone.
 """
 
 from __future__ import annotations

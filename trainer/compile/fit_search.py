@@ -25,43 +25,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from layers.remat import REMAT_POLICIES, offloads
+from trainer.compile.changes import NO_CHANGES, Changes
 from trainer.compile.step_profile import StepProfile
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 
 _SMALLEST_CHUNK = 128
-
-
-@dataclass(frozen=True)
-class Changes:
-    """Fields of the config set to other values."""
-
-    values: tuple[tuple[str, Any], ...] = ()
-
-    def also(self, field: str, value: Any) -> Changes:
-        """These and another one, in the place of one of the same field."""
-        return Changes((*(each for each in self.values if each[0] != field), (field, value)))
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """As the command line takes them."""
-        return tuple(text for field, value in self.values for text in (f"--{field.replace('_', '-')}", str(value)))
-
-    def __str__(self) -> str:
-        return " ".join(self.arguments)
-
-    def apply(self, config: TrainConfig) -> TrainConfig:
-        """The changed config.
-
-        Raises:
-          ValueError: it is none that can be run.
-        """
-        for field, value in self.values:
-            section, _, name = field.rpartition(".")
-            value = dataclasses.replace(getattr(config, section), **{name: value}) if section else value
-            config = dataclasses.replace(config, **{section or name: value})
-            config.check_model()  # which a config with init_from leaves to whoever puts its model in
-        return config
 
 
 @dataclass(frozen=True)
@@ -86,12 +55,13 @@ class Search:
     """Compiles a config with changes, each once, until the time is up.
 
     Args:
-      config: the experiment.
+      config: the experiment; of a run with phases, that of one of them.
       compile_with: compiles the config with changes.
       num_devices: devices that there are.
       can_offload: whether the host has memory that isn't the devices' own.
       seconds: no compilation begins after these.
       on_try: called with each try.
+      base: no changes yet. It tells the phase that they are for.
     """
 
     def __init__(
@@ -103,7 +73,9 @@ class Search:
         can_offload: bool = True,
         seconds: float,
         on_try: Callable[[Try], None],
+        base: Changes = NO_CHANGES,
     ):
+        self.base = base
         self.config, self._compile_with, self._on_try = config, compile_with, on_try
         self._num_devices, self._can_offload = num_devices, can_offload
         self._deadline = time.monotonic() + seconds
@@ -162,7 +134,7 @@ class Search:
 def search_remedy(search: Search) -> Try | None:
     """The smallest change of one field that makes the step fit; None: none was found."""
     try:
-        return search.least_harmful(Changes())
+        return search.least_harmful(search.base)
     except OutOfTime:
         return None
 

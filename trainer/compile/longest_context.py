@@ -9,10 +9,12 @@ above.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.compile.fit_search import Changes, OutOfTime, Search, Try
+from trainer.compile.changes import Changes
+from trainer.compile.fit_search import OutOfTime, Search, Try
 from trainer.compile.step_profile import StepProfile
 
 # Of the lengths that are tried. Positions are int32.
@@ -74,20 +76,24 @@ def search_longest_context(search: Search, profile: StepProfile) -> LongestConte
       search: compiles the config with changes, `sequence_length` among them.
       profile: of its step as it is.
     """
-    own, kept = search.config.sequence_length, Changes()
+    own, kept = search.config.sequence_length, search.base
+
+    def of_length(length: int) -> Changes:
+        return search.base.also("sequence_length", length)
+
     search.tries[of_length(own)] = Try(of_length(own), profile)
 
     def with_changes(length: int) -> Try:
         """With what was kept and, if that doesn't do, one field more."""
         nonlocal kept
-        tried = search.attempt(Changes((*of_length(length).values, *kept.values)))
+        tried = search.attempt(dataclasses.replace(kept, values=(*of_length(length).values, *kept.values)))
         if tried.fits or tried.profile is None:
             return tried
         found = search.least_harmful(tried.changes)
         if found is None:
             return tried
         _, *others = found.changes.values
-        kept = Changes(tuple(others))
+        kept = dataclasses.replace(kept, values=tuple(others))
         return found
 
     as_is, changed = Bounds(), Bounds()
@@ -97,8 +103,3 @@ def search_longest_context(search: Search, profile: StepProfile) -> LongestConte
         if as_is.too_long is not None:
             changed.narrow(with_changes, own if as_is.tokens is None else as_is.too_long)
     return LongestContext(as_is, as_is if changed.tokens is None else changed)
-
-
-def of_length(length: int) -> Changes:
-    """Nothing but the length changed."""
-    return Changes((("sequence_length", length),))

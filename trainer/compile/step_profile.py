@@ -59,12 +59,13 @@ class StepProfile:
         return math.prod(self.mesh.values())
 
 
-def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> StepProfile:
+def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None, *, schedule_from: int = 0) -> StepProfile:
     """Traces, lowers and compiles the training step of a config. No data is opened and nothing is run.
 
     Args:
-      config: the experiment.
+      config: the experiment, or that of a phase.
       devices: what to compile for; the mesh takes the first of them. None: JAX's own.
+      schedule_from: as `RunPhase.schedule_from`, so that the run finds the same program in the cache.
 
     Raises:
       UserMistake: the mesh doesn't fit the devices, or what the config names for attention, `tensor` or the loss can't
@@ -75,7 +76,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
     mesh = make_mesh(config.mesh, devices if devices is None else devices[:num_needed])
     device = mesh.devices.flat[0]
     plan = make_plan(config, mesh)
-    functions = make_step_functions(config, mesh, plan)
+    functions = make_step_functions(config, mesh, plan, schedule_from=schedule_from)
     lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
     begun = time.perf_counter()
     program: jax.stages.Compiled | None = None

@@ -83,7 +83,7 @@ class Evaluator:
                 setup.validation_bytes,
                 sources=setup.validation_sources,
             )
-        evaluated = Evaluated.now(step, result, setup.validation_digest)
+        evaluated = Evaluated.now(step, result, setup.validation_digest, setup.phase_number)
         self.evaluations[step] = evaluated.entry
         self._observers.observe(evaluated)
         if setup.samples is not None:

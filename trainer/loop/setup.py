@@ -55,6 +55,11 @@ class Setup:
         return self.phase.config
 
     @property
+    def phase_number(self) -> int | None:
+        """The phase among the run's, from 1; None: the run has none."""
+        return self.phase.index + 1 if self.run.phases else None
+
+    @property
     def devices(self) -> list[jax.Device]:
         return list(self.functions.mesh.devices.flat)
 

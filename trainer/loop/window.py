@@ -107,7 +107,8 @@ class RunningWindow:
             "mfu_causal": mfu and mfu[0],
             "mfu_noncausal": mfu and mfu[1],
         }
-        entries = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
+        phase = self._setup.phase_number
+        entries = [_values(each, compiles, number, phase) for number, each in enumerate(metrics, self._first_step)]
         mixture = self._setup.batches.mixture()
         entries[-1] |= speed | _shares(self._mixture_before, mixture)
         return LogWindow(
@@ -128,7 +129,7 @@ class RunningWindow:
         )
 
 
-def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[str, float | None]:
+def _values(metrics: StepMetrics, compiles: CompileHistory, step: int, phase: int | None) -> dict[str, float | None]:
     values: dict[str, float | None] = {
         "loss": float(metrics.loss),
         "z_loss": float(metrics.z_loss),
@@ -141,6 +142,8 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[s
     values |= {name: float(value) for name, value in of_routers.items() if value is not None}
     if metrics.num_losses_recomputed is not None:
         values["num_losses_recomputed"] = int(metrics.num_losses_recomputed)
+    if phase is not None:
+        values["phase"] = phase
     recompile_s = compiles.recompile_seconds("train_step", step)
     return values | ({"recompile_s": recompile_s} if recompile_s else {})
 

@@ -36,12 +36,13 @@ def make_observers(
     Raises:
       UserMistake: what the config asks for isn't installed.
     """
+    lengths = [phase.config.sequence_length for phase in config.in_phases()] if config.phases else []
     # The metrics come before the record: a record with `compile` tells the next attempt that the log is this attempt's.
     observers: list[Observer] = [
         MetricsFile(workdir.metrics, console),
-        TensorBoard(workdir.tensorboard, console),
+        TensorBoard(workdir.tensorboard, console, lengths),
         RecordUpdates(record, history, times),
     ]
     if config.wandb.project is not None:  # after the record: it may wait for the network in the end
-        observers.append(WeightsAndBiases(config, workdir.path, console))
+        observers.append(WeightsAndBiases(config, workdir.path, console, lengths))
     return Observers(*observers, ConsoleLines(console), Summary(console, config, workdir, record))

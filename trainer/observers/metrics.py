@@ -2,7 +2,8 @@
 
 Each step has one line, `{"step": 7, "loss": 3.2, …}`. The last step of a log window also has the window's speed. Each
 evaluation has a line too, `{"step": 100, "validation_nats_per_token": 3.1, …}`; losses whose `validation_digest`
-differs were measured on other sequences, or in another way. A value that isn't finite is null.
+differs were measured on other sequences, or in another way. A value that isn't finite is null. In a run with phases
+each line has its `phase`, from 1.
 `recompile_s` stands only in the line of a step that waited for a program to be compiled again: the seconds that it
 waited. `time` is when the line was logged, in Unix seconds.
 

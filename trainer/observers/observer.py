@@ -18,12 +18,14 @@ VALIDATION_DIGEST = "validation_digest"
 MIXTURE = "mixture"
 """Begins the names of the shares of a window's tokens: `mixture/SOURCE`, and by the least tokens of the documents
 `mixture_lengths/1024`."""
-NOT_DRAWN = ("step", "time", VALIDATION_DIGEST)
-"""The values of an entry that are no curve."""
+NOT_DRAWN = ("step", "time", "phase", VALIDATION_DIGEST)
+"""The values of an entry that are no curve. The curve of a phase is its sequence length."""
+PHASE_LENGTH = "phase/sequence_length"
+"""The curve that shows where a phase begins."""
 
 LogEntry = Mapping[str, Any]
-"""A log entry of a step: `step`, `time` (Unix seconds), and numbers by name; None for a number that isn't finite. An
-evaluation's has `VALIDATION_DIGEST`, too, a text."""
+"""A log entry of a step: `step`, `time` (Unix seconds), and numbers by name; None for a number that isn't finite. In a
+run with phases `phase` is among them, from 1. An evaluation's has `VALIDATION_DIGEST`, too, a text."""
 
 
 def make_entry(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
@@ -35,6 +37,22 @@ def make_entry(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
     """
     finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
     return {"step": step, **finite, "time": round(time.time(), 3)}
+
+
+def curves_of(entry: LogEntry, sequence_lengths: Sequence[int]) -> dict[str, float]:
+    """The values of an entry that curves show, by name.
+
+    Args:
+      entry: the entry.
+      sequence_lengths: of each phase; empty: the run has none.
+
+    >>> curves_of({"step": 3, "loss": 2.5, "grad_norm": None, "phase": 2, "time": 1.0}, [32, 64])
+    {'loss': 2.5, 'phase/sequence_length': 64}
+    """
+    values = {name: value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
+    # An evaluation is at a step whose point is there already.
+    of_step = sequence_lengths and "phase" in entry and VALIDATION_DIGEST not in entry
+    return values | ({PHASE_LENGTH: sequence_lengths[entry["phase"] - 1]} if of_step else {})
 
 
 @dataclass(frozen=True)
@@ -119,11 +137,12 @@ class Evaluated:
     entry: LogEntry
 
     @classmethod
-    def now(cls, step: int, evaluation: Evaluation, digest: str) -> Evaluated:
-        """A loss that was just measured, on the sequences of `digest`."""
+    def now(cls, step: int, evaluation: Evaluation, digest: str, phase: int | None = None) -> Evaluated:
+        """A loss that was just measured, on the sequences of `digest`, in a phase of the run, from 1."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
         losses |= {f"{VALIDATION_LOSS}/{name}": loss for name, loss in evaluation.nats_per_token_by_source.items()}
-        return cls(step, evaluation, make_entry(step, losses) | {VALIDATION_DIGEST: digest})
+        in_phase = {} if phase is None else {"phase": phase}
+        return cls(step, evaluation, make_entry(step, losses | in_phase) | {VALIDATION_DIGEST: digest})
 
 
 @dataclass(frozen=True)

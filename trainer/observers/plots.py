@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.config import RunPhase
 from trainer.files.atomic import write_atomically
 from trainer.observers.metrics import read_entries
 from trainer.observers.observer import MIXTURE, VALIDATION_LOSS
@@ -15,7 +17,14 @@ _SIZE_INCHES = (8.0, 4.5)
 _DOTS_PER_INCH = 120
 
 
-def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_token: float) -> bool:
+def draw_losses(
+    metrics: Path,
+    picture: Path,
+    *,
+    title: str,
+    unigram_nats_per_token: float,
+    phases: Sequence[RunPhase] = (),
+) -> bool:
     """Draws the losses of `metrics.jsonl` against the steps.
 
     Args:
@@ -23,6 +32,7 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
       picture: PNG file, written whole or not at all.
       title: of the picture.
       unigram_nats_per_token: entropy of the corpus's single tokens, drawn as a line for comparison.
+      phases: of the run. A line with its sequence length stands where each later phase has begun.
 
     Returns:
       Whether a picture was drawn. That takes matplotlib (the `plots` extra) and at least one loss.
@@ -43,6 +53,20 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
     axes.axhline(unigram_nats_per_token, color="gray", linestyle=":", linewidth=1, label="unigram entropy")
+    last_step = max(step for step, _ in training + validation)
+    for phase in phases[1:]:
+        if phase.first_step < last_step:
+            border = phase.first_step + 0.5  # behind the last point of the phase before
+            axes.axvline(border, color="gray", linewidth=0.8)
+            axes.text(
+                border,
+                1.0,
+                f" {phase.config.sequence_length:,}",
+                transform=axes.get_xaxis_transform(),
+                rotation="vertical",
+                verticalalignment="top",
+                fontsize="small",
+            )
     axes.set_xlabel("step")
     axes.set_ylabel("nats per token")
     axes.set_title(title, parse_math=False)

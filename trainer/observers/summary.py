@@ -57,6 +57,7 @@ class Summary(Observer):
                 picture,
                 title=self._config.name,
                 unigram_nats_per_token=ending.unigram_nats_per_token,
+                phases=self._config.in_phases(),
             ),
             workdir.mixture_picture: lambda picture: draw_mixture(workdir.metrics, picture, title=self._config.name),
         }

@@ -1,7 +1,7 @@
 """`tensorboard/`: shows what `metrics.jsonl` holds, and what compiling cost.
 
 The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and what changed in the text
-`compile/recompile`.
+`compile/recompile`. In a run with phases `phase/sequence_length` shows where each begins.
 
 Each attempt writes a file of its own, without a queue or a thread: the operating system has an event at once. The file
 begins with TensorBoard's mark of a restart. It makes TensorBoard drop the steps of earlier files that this attempt
@@ -28,14 +28,16 @@ from trainer.compile.stages import CompileReport
 from trainer.files.log_file import AppendedLog
 from trainer.observers.observer import (
     MIXTURE,
-    NOT_DRAWN,
+    PHASE_LENGTH,
     Evaluated,
     EvaluatedAtLength,
     Event,
     LogEntry,
     LogWindow,
     Observer,
+    PhaseBegun,
     Start,
+    curves_of,
 )
 from trainer.terminal.console import Console
 
@@ -59,10 +61,11 @@ class TensorBoard(Observer):
     Args:
       folder: of the event files.
       console: warned when they can't be written.
+      sequence_lengths: of each phase; empty: the run has none.
     """
 
-    def __init__(self, folder: Path, console: Console):
-        self._folder, self._console = folder, console
+    def __init__(self, folder: Path, console: Console, sequence_lengths: Sequence[int] = ()):
+        self._folder, self._console, self._sequence_lengths = folder, console, sequence_lengths
         self._log: AppendedLog | None = None
 
     def observe(self, event: Event) -> None:
@@ -70,12 +73,14 @@ class TensorBoard(Observer):
             case Start(step=step, reports=reports):
                 self._begin(first_step=step + 1 if step else 0)
                 self._write(_to_events(reports, step))
+            case PhaseBegun(step=step, reports=reports):
+                self._write(_to_events(reports, step))
             case Recompile(step=step):
                 self._write([*_to_events([event.report], step), _text("compile/recompile", str(event), step)])
             case LogWindow():
-                self._write(map(_to_event, event.entries))
+                self._write(map(self._to_event, event.entries))
             case Evaluated():
-                self._write([_to_event(event.entry)])
+                self._write([self._to_event(event.entry)])
 
             case EvaluatedAtLength(step=step):
                 images = [
@@ -100,6 +105,10 @@ class TensorBoard(Observer):
             ]
         )
 
+    def _to_event(self, entry: LogEntry) -> event_pb2.Event:
+        values = curves_of(entry, self._sequence_lengths)
+        return _scalars({_tag(name): value for name, value in values.items()}, entry["step"], entry["time"])
+
     def _write(self, events: Iterable[event_pb2.Event]) -> None:
         assert self._log is not None, "written before the start"
         self._log.append(*map(_to_record, events))
@@ -117,11 +126,6 @@ def _to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Ev
         {f"compile/{report.name}/{name}": value for name, value in report_scalars(report).items()} for report in reports
     ]
     return [_scalars(values, step, time.time()) for values in tagged]
-
-
-def _to_event(entry: LogEntry) -> event_pb2.Event:
-    values = {_tag(name): value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
-    return _scalars(values, entry["step"], entry["time"])
 
 
 def _scalars(values: Mapping[str, float], step: int, at: float) -> event_pb2.Event:
@@ -143,6 +147,8 @@ def _image(tag: str, png: bytes, step: int) -> event_pb2.Event:
 
 def _tag(name: str) -> str:
     """The tag of a value. TensorBoard groups charts by the part before the slash."""
+    if name == PHASE_LENGTH:
+        return name
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     if name.startswith(MIXTURE):

@@ -7,15 +7,27 @@ Once a run is under way, W&B can't end it: where its service fails, the run is w
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.compile.history import Recompile, report_scalars
+from trainer.compile.stages import CompileReport
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.observer import NOT_DRAWN, Ending, Evaluated, Event, LogEntry, LogWindow, Observer, Saved, Start
+from trainer.observers.observer import (
+    Ending,
+    Evaluated,
+    Event,
+    LogEntry,
+    LogWindow,
+    Observer,
+    PhaseBegun,
+    Saved,
+    Start,
+    curves_of,
+)
 from trainer.terminal.console import Console
 
 # Seconds that a run waits in the end until what it has logged is with W&B.
@@ -38,13 +50,15 @@ class WeightsAndBiases(Observer):
       config: the experiment, with `wandb.project`.
       workdir: the run's folder.
       console: warned when W&B's service fails.
+      sequence_lengths: of each phase; empty: the run has none.
 
     Raises:
       TrainingFailed: at the start, that Weights & Biases can't be reached.
     """
 
-    def __init__(self, config: TrainConfig, workdir: Path, console: Console):
+    def __init__(self, config: TrainConfig, workdir: Path, console: Console, sequence_lengths: Sequence[int] = ()):
         self._config, self._workdir, self._console = config, workdir, console
+        self._sequence_lengths = sequence_lengths
         self._run: Any = None
 
     def observe(self, event: Event) -> None:
@@ -52,7 +66,9 @@ class WeightsAndBiases(Observer):
             case Start():
                 self._begin(event)
             case Recompile():
-                self._summarise({f"compile/{event.report.name}": report_scalars(event.report)})
+                self._summarise_compilation([event.report])
+            case PhaseBegun():
+                self._summarise_compilation(event.reports)
             case LogWindow():
                 for entry in event.entries:
                     self._log(entry)
@@ -85,18 +101,21 @@ class WeightsAndBiases(Observer):
                 f"Weights & Biases can't be reached: {error}; run `wandb login`, set wandb.mode to offline, or "
                 "wandb.project to None"
             ) from error
-        for report in start.reports:
-            self._summarise({f"compile/{report.name}": report_scalars(report)})
+        self._summarise_compilation(start.reports)
 
     def close(self) -> None:
         self._call(lambda run: run.finish(exit_code=1))  # there is a run only if the attempt hasn't ended well
         self._run = None
 
+    def _summarise_compilation(self, reports: Sequence[CompileReport]) -> None:
+        for report in reports:
+            self._summarise({f"compile/{report.name}": report_scalars(report)})
+
     def _summarise(self, values: dict[str, Any]) -> None:
         self._call(lambda run: run.summary.update(values))
 
     def _log(self, entry: LogEntry) -> None:
-        values = {name: value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
+        values = curves_of(entry, self._sequence_lengths)
         self._call(lambda run: run.log(values, step=entry["step"]))
 
     def _call(self, act: Callable[[Any], None]) -> None:

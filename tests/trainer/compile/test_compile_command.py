@@ -17,10 +17,11 @@ from tests.host_cpus import environment_of_cpus
 from tests.trainer.compile.step_profiles import make_profile
 from trainer.cli.train_command import parse_command_line as parse_train_command
 from trainer.compile.__main__ import DOES_NOT_FIT, main
+from trainer.compile.changes import Changes
 from trainer.compile.command.compile_command import parse_command_line
 from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
 from trainer.config.file import flag_types
-from trainer.errors import TrainingFailed
+from trainer.errors import TrainingFailed, UserMistake
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"
@@ -154,6 +155,8 @@ def compiled(monkeypatch) -> list[tuple[str, ...]]:
     def profile(request: CompileRequest):
         requests.append(request.arguments)
         made = parse_train_command(request.arguments).train
+        if request.phase is not None:
+            made = Changes(request.changes).apply(made.in_phases()[request.phase].config)
         needed = made.sequence_length // (1 if made.model.remat == "none" else 10)
         return dataclasses.replace(
             make_profile(needed, 1), num_parameters=made.model.num_parameters, tokens_per_step=made.sequence_length
@@ -205,6 +208,66 @@ def test_pages_can_be_compared(config, compile_step, compiled, tmp_path, capsys)
     assert header.split()[:4] == ["config", "trace", "lower", "XLA"]
     assert (first.split()[0], second.split()[0]) == pages
     assert "missing.py does not exist" in refused(capsys, "--compare", f"config={config},{tmp_path}/missing.py")
+
+
+@pytest.fixture
+def phased(config, tmp_path) -> Path:
+    """The config in three phases. By the imagined need the first fits, and the others don't."""
+    path = tmp_path / "phased.py"
+    phases = (
+        'phases=(Phase(num_steps=300), Phase(num_steps=400, sequence_length=512, batch_size=4, remat="none"), '
+        "Phase(sequence_length=2048)),"
+    )
+    text = config.read_text().replace("num_steps=1000,", f"num_steps=1000, {phases}", 1)
+    path.write_text(text.replace("LossConfig, TrainConfig", "LossConfig, Phase, TrainConfig"))
+    return path
+
+
+def test_every_phase_is_judged_and_the_first_that_does_not_fit_is_helped(compile_step, compiled, phased, capsys):
+    report = compile_step(page=phased, status=DOES_NOT_FIT)
+    judged = [(each["phase"], each["sequence_length"], each["profile"]["verdict"]["fits"]) for each in report["phases"]]
+    assert judged == [(1, 128, True), (2, 512, False), (3, 2048, False)]
+    search = report["search"]
+    assert (search["phase"], search["found"]["arguments"]) == (2, [])
+    assert search["found"]["phase_settings"] == {"phases[1].remat": "save_matmuls"}
+    assert (len(compiled), search["found"]["profile"]["verdict"]["needed"]) == (4, 51)
+    printed = capsys.readouterr().out
+    assert "  phase 2 of 3, steps 301 to 700, 4 × 512 tokens: does not fit: 512 B for 100 B on each device" in printed
+    assert "smallest single change that makes it fit:\n  phases[1].remat='save_matmuls'\n" in printed
+
+
+def test_a_phase_alone(compile_step, compiled, phased):
+    [only] = compile_step("--phase", 1, page=phased)["phases"]
+    assert (only["phase"], only["last_step"]) == (1, 300)
+    longest = compile_step("--phase", 2, "--longest-context", page=phased)["longest_context"]
+    settings = {"phases[1].sequence_length": 960, "phases[1].remat": "save_matmuls"}
+    assert longest["changed"]["found"]["phase_settings"] == settings
+    assert (longest["phase"], longest["as_is"]["tokens"], longest["changed"]["tokens"]) == (2, None, 960)
+    compared = compile_step("--phase", 1, "--compare", "model.num-layers=1,3", page=phased)["comparison"]
+    few, many = (variant["profile"]["num_parameters"] for variant in compared["variants"])
+    assert few < many
+
+
+def test_the_compiling_process_takes_the_phase(phased):
+    arguments = ("--config", str(phased), "--model.num-layers", "1")
+    request = CompileRequest(arguments, None, phase=1, changes=(("sequence_length", 32), ("model.remat", "full")))
+    assert profile_in_fresh_process(request).tokens_per_step == 4 * 32
+    with pytest.raises(UserMistake, match="needs 16 device"):
+        profile_in_fresh_process(dataclasses.replace(request, changes=(("mesh.context", 16),)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--longest-context",), "--longest-context expects one step, and tiny has those of 3 phases; --phase 1 to"),
+        (("--compare", "model.remat=none,full"), "--compare expects one step, and tiny has those of 3 phases; "),
+        (("--phase", "4"), "--phase 4 is none of the phases of tiny; use a number from 1 to 3"),
+        (("--phase", "0"), "--phase 0 is none of the phases of tiny; use a number from 1 to 3"),
+        (("--phase", "2", "--compare", "model.remat=none,full"), "expects a field that phase 2 takes from the run"),
+    ],
+)
+def test_what_phases_refuse(phased, capsys, arguments, message):
+    assert message in refused(capsys, "--config", phased, *arguments)
 
 
 @pytest.mark.full
@@ -356,6 +419,7 @@ def of_libtpu(topology: str, *arguments: str, told: str):
         (("--longest-context", "yes"), "--longest-context: expected True or False, or nothing, got 'yes'"),
         (("--longest-context", "--compare", "model.remat=none,full"), "--longest-context doesn't go with --compare"),
         (("--longest-context", "--search-seconds", "0"), "--longest-context doesn't go with --search-seconds 0"),
+        (("--phase", "1"), "--phase 1 expects a run with phases, and tiny has none; leave it out"),
         (("--compare", "config=a.py,b.py"), "--compare names the pages already; leave --config "),
         of_libtpu("v5p:3x3x1", told="topology 'v5p:3x3x1': libtpu knows none of this shape"),
         of_libtpu("v5p:2x2x1", "--mesh.fsdp=8", "--batch-size=8", told="needs 8 device(s), got 4 (tpu)"),
@@ -378,7 +442,7 @@ def test_help_lists_the_options_and_every_field(config, capsys):
         main(["--config", str(config), "--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    options = ["topology", "output", "compare", "longest-context", "search-seconds"]
+    options = ["topology", "output", "compare", "phase", "longest-context", "search-seconds"]
     names = [*options, *(name.replace("_", "-") for name in flag_types())]
     assert [name for name in names if f"--{name}" not in printed] == []
 

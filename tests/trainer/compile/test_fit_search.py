@@ -6,8 +6,9 @@ import pytest
 
 from layers import GPTConfig
 from tests.trainer.compile.step_profiles import make_profile
+from trainer.compile.changes import Changes
 from trainer.compile.command.report import describe_search
-from trainer.compile.fit_search import Changes, Search, Try, search_remedy, single_remedies
+from trainer.compile.fit_search import Search, Try, search_remedy, single_remedies
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.errors import TrainingFailed
 

@@ -7,8 +7,9 @@ import pytest
 
 from layers import GPTConfig
 from tests.trainer.compile.step_profiles import make_profile
+from trainer.compile.changes import Changes
 from trainer.compile.command.report import describe_longest_context
-from trainer.compile.fit_search import Changes, Search
+from trainer.compile.fit_search import Search
 from trainer.compile.longest_context import LongestContext, search_longest_context
 from trainer.config import LossConfig, MeshConfig, TrainConfig
 from trainer.errors import TrainingFailed

@@ -35,6 +35,7 @@ def make_loop(config, tmp_path, watched_console):
             run=run,
             config=run,
             phase=phase,
+            phase_number=None,
             validation_digest="",
             batches=EndlessBatches(),
             put=lambda batch: batch,

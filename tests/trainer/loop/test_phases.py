@@ -120,6 +120,9 @@ def test_each_phase_follows_its_schedule_and_is_recorded(finished):
     ]
     own = [3e-4, 3e-4 * 0.55, 3e-4 * 0.1]  # one step of warm-up, two of decay
     np.testing.assert_allclose([rows[step]["learning_rate"] for step in range(1, 8)], cosine + own, rtol=1e-6)
+    assert [row["phase"] for row in read_metrics(finished) if "loss" in row] == [1, 1, 2, 2, 3, 3, 3]
+    of_evaluations = {row["step"]: row["phase"] for row in read_metrics(finished) if "loss" not in row}
+    assert of_evaluations == {2: 1, 3: 2, 4: 2, 6: 3, 7: 3}
     record = json.loads((finished / "record.json").read_text())
     assert [(each["first_step"], each["last_step"], each["sequence_length"]) for each in record["phases"]] == [
         (1, 2, 32),

@@ -25,7 +25,9 @@ def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak,
     model = GPTConfig(vocab_size=64, num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_width=32)
     flops = FlopCounter(model, T)
     config = SimpleNamespace(num_steps=9, optimizer=OptimizerConfig())
-    setup = SimpleNamespace(run=config, config=config, flops=flops, devices=[None] * 4, peak_flops_per_s=peak)
+    setup = SimpleNamespace(
+        run=config, config=config, flops=flops, devices=[None] * 4, peak_flops_per_s=peak, phase_number=2
+    )
     setup.batches = EndlessBatches()
     ids = np.sort(rng.integers(0, 5, (2, 3, T)), axis=-1)  # 0: padding
     num_tokens = [int((of_batch > 0).sum()) for of_batch in ids]
@@ -47,5 +49,6 @@ def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak,
     assert [times.to_json()[name] for name in ("mfu_causal", "mfu_noncausal")] == pytest.approx(expected)
     assert [of_some_runs.keys() & entry.keys() for entry in done.entries] == [set(), of_some_runs.keys()]
     assert values.items() <= done.entries[-1].items()
+    assert [entry["phase"] for entry in done.entries] == [2, 2]
     assert sum(num_tokens) < 2 * 3 * T
     assert done.tokens_per_s == done.entries[-1]["tokens_per_s"] == pytest.approx(sum(num_tokens) / seconds)

@@ -13,7 +13,7 @@ from trainer.compile.history import Recompile
 from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.observers.metrics import LoggedEntries, MetricsFile, last_logged
-from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Observers, Start, make_entry
+from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Observers, PhaseBegun, Start, make_entry
 from trainer.observers.tensorboard import TensorBoard
 
 TAGS = {
@@ -179,6 +179,22 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
     shown = read_tensorboard(tmp_path / "tensorboard")
     assert shown["compile/init_state/trace_s"] == {0: 5.0}
     assert {tag.split("/")[1] for tag in shown} == {"init_state"}
+
+
+def test_a_curve_shows_the_sequence_length_of_each_phase(tmp_path, watched_console, read_tensorboard):
+    board = TensorBoard(tmp_path, watched_console, [32, 64])
+    reports = [CompileReport("train_step", 2.0, 0.0, 0.0, False, None)]
+    board.observe(Start(0, 3, [], []))
+    for step, phase in enumerate((1, 2, 2), 1):
+        if step == 2:
+            board.observe(PhaseBegun(1, "phase 2", reports))
+        entry = make_entry(step, {"loss": 1.0, "phase": phase})
+        board.observe(LogWindow(step, 3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [entry]))
+        board.observe(Evaluated.now(step, Evaluation(2.5, None, 7), "d", phase))
+    shown = read_tensorboard(tmp_path)
+    assert shown["phase/sequence_length"] == {1: 32, 2: 64, 3: 64}
+    assert shown["compile/train_step/trace_s"] == {1: 2.0}
+    assert not [tag for tag in shown if tag.endswith("/phase")]
 
 
 def test_a_disk_that_fills_and_empties_loses_nothing(

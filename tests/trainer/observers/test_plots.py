@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,22 @@ def test_losses_are_drawn_whatever_else_the_file_holds(metrics, tmp_path):
     # Another loss makes another picture, and the old one stays until then.
     assert draw(metrics(*steps[:5]))
     assert (tmp_path / "loss.png").read_bytes() != picture
+
+
+def test_each_phase_that_has_begun_has_a_line_with_its_length(metrics, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure", reason="the plots extra isn't installed")
+    drawn = []
+    monkeypatch.setattr(
+        figure, "Figure", lambda *args, real=figure.Figure, **kwargs: drawn.append(real(*args, **kwargs)) or drawn[-1]
+    )
+    phases = [
+        SimpleNamespace(first_step=step, config=SimpleNamespace(sequence_length=2048 * step + 64)) for step in (0, 3, 6)
+    ]
+    path = metrics(*({"step": step, "loss": 1.0} for step in range(1, 6)))
+    assert draw_losses(path, tmp_path / "loss.png", title="run", unigram_nats_per_token=3.0, phases=phases)
+    [axes] = drawn[0].axes
+    assert [(text.get_position()[0], text.get_text().strip()) for text in axes.texts] == [(3.5, "6,208")]
+    assert [line.get_xdata()[0] for line in axes.lines if [*line.get_xdata()] == [3.5, 3.5]] == [3.5]
 
 
 def test_without_a_loss_or_matplotlib_there_is_no_picture(metrics, tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ from trainer.train import prepare
 CONFIG = TrainConfig(name="tiny", model=GPTConfig(), num_steps=200, wandb=WandbConfig("a-project", "offline"))
 
 
-def make_window(first_step: int, *losses: float) -> LogWindow:
-    entries = [make_entry(step, {"loss": loss}) for step, loss in enumerate(losses, first_step)]
+def make_window(first_step: int, *losses: float, **values: int) -> LogWindow:
+    entries = [make_entry(step, {"loss": loss, **values}) for step, loss in enumerate(losses, first_step)]
     return LogWindow(entries[-1]["step"], 200, losses[-1], 1.0, 0.0, 1.0, 0.5, 1.0, entries)
 
 
@@ -44,18 +44,18 @@ def read_logged(folder, expected: set[bytes]) -> bytes:
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")
 def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
     report = CompileReport("train_step", 1.25, 0.5, 60.0, False, None)
-    observer = WeightsAndBiases(CONFIG, tmp_path, Console())
+    observer = WeightsAndBiases(CONFIG, tmp_path, Console(), [32_768, 131_072])
     observer.observe(Start(0, 200, [], [report]))
     observer.observe(Recompile(2, "2026-01-01", report, (ArgumentChange("batch", "shape", "2", "3"),)))
-    observer.observe(make_window(1, 3.125, 3.0625, float("nan")))
+    observer.observe(make_window(1, 3.125, 3.0625, float("nan"), phase=2))
     loss = make_entry(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
     loss |= {"validation_digest": "5eed"}
     observer.observe(Evaluated(3, Evaluation(2.6875, None, 10), loss))
     observer.observe(Saved(3, tmp_path / "checkpoints" / "3"))
     observer.observe(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))
     observer.close()
-    names = {b"loss", b"validation_nats_per_token", b"compile/train_step", b"checkpoint_step"}
-    values = {b"3.125", b"3.0625", b"2.6875", b"60", b"completed", b"a-project"}
+    names = {b"loss", b"validation_nats_per_token", b"compile/train_step", b"checkpoint_step", b"phase/sequence_length"}
+    values = {b"3.125", b"3.0625", b"2.6875", b"131072", b"60", b"completed", b"a-project"}
     logged = read_logged(tmp_path, names | values)
     assert b"NaN" not in logged
     assert b"5eed" not in logged, "no curve"

@@ -26,7 +26,8 @@ class CompileCommand:
     """Compiles an experiment's training step without running it or opening its data, and says whether it fits.
 
     Reported are the seconds to trace, lower and compile, the program's size, its collectives, and its memory by
-    category against the device's. If it doesn't fit, changes are tried until one makes it fit.
+    category against the device's. If it doesn't fit, changes are tried until one makes it fit. Of a run with phases
+    each phase's step is compiled, and changes are tried for the first that doesn't fit.
     """
 
     config: str
@@ -39,6 +40,8 @@ class CompileCommand:
     compare: str | None = None
     """FIELD=A,B,C compiles the step with each of these values of a config field, afresh, and tabulates what each cost;
     config=A.py,B.py does so with pages, all with the other flags."""
+    phase: int | None = None
+    """Compile this phase's step alone; from 1. --compare and --longest-context need it where a run has phases."""
     longest_context: bool = False
     """Look for the longest sequence that fits: as the config is, and with other remat, loss chunks, micro-batches or
     mesh."""
@@ -86,13 +89,51 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
         _require_writable(options.output)
     with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
-        for override in map(comparison.arguments, comparison.values) if comparison else ():
-            of_value, overrides_of_value = _read_options([*arguments, *override])
-            apply_overrides(CompileCommand, vars(of_value), overrides_of_value, program=PROGRAM)
+        variants = [command]
+        if comparison is not None:
+            lines = [_read_options([*arguments, *comparison.arguments(value)]) for value in comparison.values]
+            variants = [apply_overrides(CompileCommand, vars(each), flags, program=PROGRAM) for each, flags in lines]
+    for variant in variants:
+        _check_phase(variant)
+    if comparison is not None and not comparison.compares_pages:
+        _check_comparison(comparison, variants)
     if topology is not None:
         topology.require_compiler()
     page = () if comparison is not None and comparison.compares_pages else ("--config", command.config)
     return Task(command, (*page, *overrides), topology, comparison)
+
+
+def _check_phase(command: CompileCommand) -> None:
+    """Checks that the phase is one of the run's, and named where there must be one."""
+    number, num_phases = command.phase, len(command.train.phases)
+    if number is None:
+        for flag, is_given in (("--longest-context", command.longest_context), ("--compare", command.compare)):
+            if is_given and num_phases:
+                raise UserMistake(
+                    f"{flag} expects one step, and {command.train.name} has those of {num_phases} phases; --phase 1 to "
+                    f"--phase {num_phases} chooses one"
+                )
+    elif not num_phases:
+        raise UserMistake(
+            f"--phase {number} expects a run with phases, and {command.train.name} has none; leave it out"
+        )
+    elif not 1 <= number <= num_phases:
+        raise UserMistake(
+            f"--phase {number} is none of the phases of {command.train.name}; use a number from 1 to {num_phases}"
+        )
+
+
+def _check_comparison(comparison: Comparison, variants: Sequence[CompileCommand]) -> None:
+    """Refuses a field whose values never reach the phase."""
+    number = variants[0].phase
+    if number is None or all(variant.train == variants[0].train for variant in variants):
+        return
+    first, *others = (variant.train.in_phases()[number - 1].config for variant in variants)
+    if all(other == first for other in others):
+        raise UserMistake(
+            f"--compare {comparison.field} expects a field that phase {number} takes from the run, and the phases set "
+            "it; set it there in one page for each value, and compare the pages"
+        )
 
 
 def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -101,6 +142,7 @@ def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--topology")
     parser.add_argument("--output", type=read_path)
     parser.add_argument("--compare")
+    parser.add_argument("--phase", type=int)
     parser.add_argument("--longest-context", nargs="?", const=True, default=False, type=_read_bool)
     parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
     return parser.parse_known_args(arguments)

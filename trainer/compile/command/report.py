@@ -11,7 +11,7 @@ from trainer.compile.longest_context import Bounds, LongestContext
 from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
-from trainer.config import TrainConfig
+from trainer.config import RunPhase, TrainConfig
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 Facts = dict[str, str | Sequence[str]]
@@ -72,6 +72,25 @@ def describe_verdict(profile: StepProfile) -> str:
     return f"does not fit: {needs} for {there_is}, {format_bytes(max(-fit.spare, 0))} too much"
 
 
+def describe_phase(run: TrainConfig, phase: RunPhase) -> str:
+    """A phase among the others: its number, steps and batch."""
+    return (
+        f"phase {phase.index + 1} of {len(run.phases)}, steps {phase.first_step + 1} to {phase.last_step}, "
+        f"{phase.config.batch_size} × {phase.config.sequence_length:,} tokens"
+    )
+
+
+def phase_to_json(phase: RunPhase, profile: StepProfile) -> dict[str, Any]:
+    """A phase and its step."""
+    return {
+        "phase": phase.index + 1,
+        "first_step": phase.first_step + 1,
+        "last_step": phase.last_step,
+        "sequence_length": phase.config.sequence_length,
+        "profile": profile_to_json(profile),
+    }
+
+
 def describe_try(attempt: Try) -> str:
     """One line of a search."""
     if attempt.profile is None:
@@ -92,7 +111,8 @@ def describe_search(search: Search, found: Try | None, seconds: float) -> list[s
     if not search.tries:
         return [f"no single change to try{out_of_time}: change the batch, the model or the topology"]
     closest = [] if search.closest is None else ["closest:", f"  {describe_try(search.closest)}"]
-    remedy = "--longest-context finds the longest sequence that fits"
+    phase = "" if search.base.phase is None else f" --phase {search.base.phase.index + 1}"
+    remedy = f"--longest-context{phase} finds the longest sequence that fits"
     return [f"no single change makes it fit{out_of_time}", *closest, remedy]
 
 
@@ -191,6 +211,7 @@ def try_to_json(attempt: Try | None) -> dict[str, Any] | None:
         return None
     return {
         "arguments": list(attempt.changes.arguments),
+        "phase_settings": {setting.name: setting.value for setting in attempt.changes.phase_settings},
         "fits": attempt.fits,
         "problem": attempt.problem,
         "profile": None if attempt.profile is None else profile_to_json(attempt.profile),

@@ -15,7 +15,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from trainer.compile.changes import Changes
 from trainer.compile.step_profile import StepProfile, profile_step
 from trainer.compile.topology import Topology
 from trainer.errors import TrainingFailed, UserMistake
@@ -33,6 +35,10 @@ class CompileRequest:
     use_cache: bool = True
     """False: the persistent cache is off, whatever the config says. It is never used for a topology: JAX
     (0.10.2 to 0.12) can write the program of a device that isn't attached, but can't read it."""
+    phase: int | None = None
+    """The phase to compile, from 0; None: the run has no phases."""
+    changes: tuple[tuple[str, Any], ...] = ()
+    """Fields of the phase's config that are set to other values."""
 
 
 # What libtpu says on standard error wherever there is no TPU, and JAX's GPU plugin where there is no driver.
@@ -98,7 +104,13 @@ def main(answer: Path) -> None:
             config = parse_command_line(request.arguments).train
         use_cache = request.use_cache and request.topology is None
         use_compilation_cache(config.compilation.cache_dir if use_cache else "")
-        result = profile_step(config, request.topology.devices() if request.topology else None)
+        devices = request.topology.devices() if request.topology else None
+        if request.phase is None:
+            result = profile_step(config, devices)
+        else:
+            phase = config.in_phases()[request.phase]
+            changed = Changes(request.changes).apply(phase.config)
+            result = profile_step(changed, devices, schedule_from=phase.schedule_from)
     except (UserMistake, TrainingFailed) as error:
         result = error
     answer.write_bytes(pickle.dumps(result))
