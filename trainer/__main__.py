@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.launch.process_exit import FAILED, MISTAKE, PREEMPTED
+from trainer.launch.process_exit import COMPLETED, FAILED, MISTAKE, PREEMPTED
 from trainer.launch.signals import StopRequest
 from trainer.terminal.streams import outlive_readers
 
@@ -40,7 +40,9 @@ def main(arguments: Sequence[str]) -> int:
         try:
             require_ours("trainer", importer=__name__)
             from trainer.cli.train_command import parse_command_line
+            from trainer.config.extension import describe_phases
             from trainer.config.resume_changes import field_values
+            from trainer.config.written_page import write_page
             from trainer.launch.launcher import find_launch
             from trainer.launch.membership import ALONE, Membership
             from trainer.workdir import claim_together
@@ -48,8 +50,15 @@ def main(arguments: Sequence[str]) -> int:
             command = parse_command_line(arguments)
             config, traced = command.train, command.traced
             line = ["python", "-m", "trainer", *arguments]
+            has_lengths = any(argument.partition("=")[0] == "--phases" for argument in arguments)
+            recipe = describe_phases(config) if has_lengths and config.phases else []
+            if command.write_page is not None:
+                print("\n".join([*recipe, write_page(config, command.write_page, line, recipe[:1])]))
+                return COMPLETED
 
             def run(membership: Membership) -> int:
+                if recipe and membership.peers.is_first:
+                    print("\n".join(recipe), flush=True)
                 with claim_together(command.workdir, config, membership.peers) as workdir:
                     from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 

@@ -11,13 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import continue_pretrained, gpt_1b_32k, gpt_1m, gpt_32k, gpt_32k_window, gpt_128k, smoke
+from experiments import (
+    continue_pretrained,
+    extend_context,
+    gpt_1b_32k,
+    gpt_1m,
+    gpt_32k,
+    gpt_32k_window,
+    gpt_128k,
+    smoke,
+)
 from kernels import CausalMask
 from layers import GPTConfig
 from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.table import parameter_shapes
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import Checkpoints
+from trainer.cli.train_command import parse_command_line
 from trainer.config import MeshConfig
 from trainer.config.resume_changes import ConfigHistory
 from trainer.data import load_tokenizer
@@ -115,6 +125,25 @@ def test_the_page_for_any_pretrained_model_says_nothing_of_its_shape(monkeypatch
     assert capsys.readouterr().err.startswith("error: init_from='models/pretrained' is no folder; expected")
 
 
+QWEN_3 = """{"model_type": "qwen3", "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": true,
+"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+"head_dim": 16, "vocab_size": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu"}"""
+
+
+def test_the_page_that_extends_any_pretrained_model(monkeypatch, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(QWEN_3)
+    path = str(Path(extend_context.__file__).absolute())
+    command = ["--config", path, "--init-from", str(tmp_path), "--data.tokenizer", "byte", "--mesh.context", "2"]
+    phases = [phase.config for phase in parse_command_line(command).train.in_phases()]
+    assert [(phase.sequence_length, phase.batch_size) for phase in phases] == [(32_768, 4), (131_072, 1)]
+    assert [phase.model.rope_base for phase in phases] == [1e6, 2.02e7]
+    assert {phase.optimizer.learning_rate for phase in phases} == {1e-5}
+    assert extend_context.get_config(str(tmp_path)).model == config_from_huggingface(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", path]) == 2
+    assert "init_from='models/pretrained' is no folder; expected" in capsys.readouterr().err
+
+
 # As what family each page's model goes out, on a machine with an accelerator and without.
 FAMILIES = {
     **dict.fromkeys([("gpt_32k", "cpu"), ("smoke", "cpu")], "mistral"),  # windows in some layers
@@ -125,7 +154,9 @@ FAMILIES = {
 
 def test_every_page_is_in_the_table():
     pages = {path.stem for path in Path(gpt_32k.__file__).parent.glob("*.py")} - {"__init__"}
-    assert pages == {name for name, _ in FAMILIES} | {"continue_pretrained"}, "of which the folder's family goes out"
+    assert pages == {name for name, _ in FAMILIES} | {"continue_pretrained", "extend_context"}, (
+        "of which the folder's family goes out"
+    )
 
 
 @pytest.mark.parametrize(("name", "platform"), FAMILIES)

@@ -13,6 +13,7 @@ import tyro
 
 from layers import GPTConfig
 from trainer.config import TrainConfig
+from trainer.config.extension import extend_context, read_lengths
 from trainer.config.file import flag_types, is_text, load_config
 from trainer.config.init_from import read_initial_model
 from trainer.config.page import find_page, list_pages
@@ -118,17 +119,40 @@ def apply_overrides(
     if options["config"] is None:
         default = make_command(**{**options, "config": tyro.MISSING}, train=_any_config())
         return apply_flags(command, overrides, default, program=program)
+    given = _split_into_flags(overrides)
     file = find_page(options["config"])
+    if len(folder := given.get("--init-from", [])) == 1:
+        file = dataclasses.replace(file, init_from=folder[0])
     page = load_config(file)
+    lengths = _read_lengths(given.pop("--phases", []))
+    if lengths:
+        overrides = [word for flag, words in given.items() for word in (flag, *words)]
     values = read_flags(command, overrides, make_command(**options, train=page), program=program)
     flags = {name.removeprefix("train."): value for name, value in values.items()}
     init_from = flags.pop("init_from", page.init_from)
     if init_from is None:
-        return make_command(**options, train=replace_fields(page, flags | {"init_from": None}))
+        train = replace_fields(page, flags | {"init_from": None})
+        return make_command(**options, train=_in_phases(train, lengths, None))
     initial = read_initial_model(init_from)
     train = replace_fields(initial.under(page, flags, is_saved=file.is_saved), flags)
     initial.check(train)
-    return make_command(**options, train=train)
+    return make_command(**options, train=_in_phases(train, lengths, initial.context_length))
+
+
+def _read_lengths(words: Sequence[str]) -> tuple[int, ...]:
+    """The lengths that `--phases` names; none where it isn't given."""
+    try:
+        return read_lengths(",".join(words)) if words else ()
+    except ValueError as refused:
+        raise UserMistake(str(refused)) from None
+
+
+def _in_phases(train: TrainConfig, lengths: tuple[int, ...], context_length: int | None) -> TrainConfig:
+    """A config with phases of these lengths, or as it is where there are none. Flags and model are in it already."""
+    try:
+        return extend_context(train, lengths, context_length=context_length) if lengths else train
+    except ValueError as refused:
+        raise UserMistake(str(refused)) from None
 
 
 class _OfTheConfig(int):

@@ -38,6 +38,7 @@ class TrainCommand:
       --batch-size 8                               sequences in a step
       --optimizer.learning-rate 3e-4               its peak
       --model.num-layers 6                         size of the model, with --model.width and others
+      --phases 32k,128k                            lengths of phases, by a published recipe
       --model.masks "CausalMask()"                 who attends to whom, written as in Python:
                                                    "CausalMask() & LocalMask(1023, 0)" "CausalMask()"
 
@@ -58,6 +59,8 @@ class TrainCommand:
     address, the number of processes, and which one this is."""
     profile_steps: str | None
     """FIRST:LAST, steps to trace for xprof, in the workdir's profile/; 10:13 are the four steps from 10 to 13."""
+    write_page: Path | None
+    """Write the resulting config to this new file, as a page of Python to edit, and end."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]
 
     @property
@@ -94,6 +97,7 @@ def parse_command_line(arguments: Sequence[str]) -> TrainCommand:
     parser.add_argument("--workdir", type=read_path)
     parser.add_argument("--distributed", default="auto")
     parser.add_argument("--profile-steps")
+    parser.add_argument("--write-page", type=read_path)
     options, overrides = parser.parse_known_args(arguments)
     is_named = options.workdir is not None
     if options.resume is not None:

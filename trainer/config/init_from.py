@@ -9,6 +9,7 @@ a flag always. In a run's config.json, used as a config, each field is set.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 
 from layers import GPTConfig
 from layers.pretrained import config_from_huggingface
-from layers.pretrained.folder import inside
+from layers.pretrained.families import find_family
+from layers.pretrained.folder import inside, read_config
 from trainer.config.file import load_saved_config
 from trainer.config.train_config import DataConfig, TrainConfig, check_path
 from trainer.errors import UserMistake
@@ -45,6 +47,8 @@ class InitialModel:
     """As `data.end_of_document_token`."""
     begin_of_document_token: int | str | None = None
     """As `data.begin_of_document_token`."""
+    context_length: int | None = None
+    """Tokens that it was trained on at most; None: unknown."""
 
     def under(self, page: TrainConfig, flags: Mapping[str, Any], *, is_saved: bool = False) -> TrainConfig:
         """The config file's config with the folder's model and tokenizer, where nothing is set on top of them.
@@ -181,13 +185,27 @@ def read_initial_model(init_from: str) -> InitialModel:
         held = load_newest_phase(folder)
         tokenizer = held.data.known_tokenizer
         end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
-        return InitialModel(folder, held.model, tokenizer, end, begin)
+        return InitialModel(folder, held.model, tokenizer, end, begin, _trained_length_of_run(folder, held))
     try:
         model = config_from_huggingface(folder)
+        context_length = trained_length(read_config(folder), folder)
     except (ValueError, OSError) as refused:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
     tokenizer_file = folder / "tokenizer.json"
-    return InitialModel(folder, model, str(tokenizer_file) if os.path.isfile(tokenizer_file) else None)
+    tokenizer = str(tokenizer_file) if os.path.isfile(tokenizer_file) else None
+    return InitialModel(folder, model, tokenizer, context_length=context_length)
+
+
+def trained_length(values: Mapping[str, Any], folder: Path) -> int | None:
+    """Tokens that a Hugging Face model was trained on at most; None: unknown.
+
+    Args:
+      values: of its config.json.
+      folder: for messages.
+    """
+    section = find_family(values["model_type"], str(folder)).section
+    length = (values if section is None else values[section]).get("max_position_embeddings")
+    return length if type(length) is int else None
 
 
 def load_newest_phase(workdir: Path) -> TrainConfig:
@@ -199,6 +217,18 @@ def load_newest_phase(workdir: Path) -> TrainConfig:
     names = os.listdir(workdir / "checkpoints")
     step = max((int(name) for name in names if name.isascii() and name.isdecimal()), default=0)
     return load_saved_config(workdir / "config.json").phase_at(step).config
+
+
+def _trained_length_of_run(workdir: Path, held: TrainConfig) -> int:
+    """Tokens that the parameters of a run were trained on at most, by itself or by the model that it began with.
+
+    A record that can't be read tells nothing here; the run, which needs it, refuses it.
+    """
+    try:
+        before = json.loads((workdir / "record.json").read_bytes())["init_from"]["context_length"]
+    except (OSError, ValueError, LookupError, TypeError):
+        before = None
+    return max(held.sequence_length, before) if type(before) is int else held.sequence_length
 
 
 def _layers(model: GPTConfig) -> Iterator[tuple[int, int]]:

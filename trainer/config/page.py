@@ -2,6 +2,7 @@
 
 --config gpt_32k                             experiments/gpt_32k.py
 --config pages/window_sweep.py:left=511      a page, called as get_config(left=511)
+--config extend_context --init-from DIR      a page that takes init_from, called as get_config(init_from=DIR)
 --config runs/gpt_32k/config.json            the config that a run was trained with
 """
 
@@ -32,6 +33,8 @@ class Page:
     path: Path
     arguments: Mapping[str, str]
     """As they were typed, by name."""
+    init_from: str | None = None
+    """As `--init-from` names it: an argument, too, where get_config takes one of this name."""
 
     @property
     def is_saved(self) -> bool:
@@ -46,18 +49,23 @@ class Page:
           Exception: the page's own.
         """
         taken = {name: each for name, each in inspect.signature(get_config).parameters.items() if each.kind in _BY_NAME}
-        for name in self.arguments:
+        arguments: dict[str, Any] = dict(self.arguments)
+        takes_folder = self.init_from is not None and "init_from" in taken
+        if takes_folder and arguments.setdefault("init_from", self.init_from) != self.init_from:
+            raise self._mistake(f"--init-from {self.init_from} is given, too; leave init_from out of --config")
+        for name in arguments:
             if name not in taken:
                 known = f"it takes {', '.join(taken)}" if taken else "it takes no arguments"
                 raise self._mistake(f"get_config() takes no {name!r}{did_you_mean(name, taken) or f'; {known}'}")
-        needed = [name for name, each in taken.items() if each.default is each.empty and name not in self.arguments]
+        needed = [name for name, each in taken.items() if each.default is each.empty and name not in arguments]
         if needed:
             example = ",".join(f"{name}=VALUE" for name in needed)
             raise self._mistake(f"get_config() needs {' and '.join(needed)}; say --config {self.path}:{example}")
-        hints = get_type_hints(get_config) if self.arguments else {}
-        return get_config(**{name: self._read(name, taken[name], hints.get(name)) for name in self.arguments})
+        hints = get_type_hints(get_config) if arguments else {}
+        values = {name: self._read(name, word, taken[name], hints.get(name)) for name, word in arguments.items()}
+        return get_config(**values)
 
-    def _read(self, name: str, parameter: inspect.Parameter, hint: Any) -> Any:
+    def _read(self, name: str, word: str, parameter: inspect.Parameter, hint: Any) -> Any:
         """An argument's value, by its annotation, or else by its default."""
         default = parameter.default
         if hint is None and default is not parameter.empty and default is not None:
@@ -73,7 +81,7 @@ class Page:
             if reader.is_tuple:
                 raise self._mistake(f"{name}: --config can't tell several values; {example}")
             try:
-                return reader.read(name, [self.arguments[name]])
+                return reader.read(name, [word])
             except UserMistake as mistake:
                 raise self._mistake(str(mistake)) from None
 

@@ -503,8 +503,8 @@ class TrainConfig:
     num_steps: int = field(metadata=rules("schedule", AT_LEAST_1, _COUNTED_IN_INT32))
     """Optimizer steps, of all phases together."""
     phases: tuple[Phase, ...] = field(default=(), metadata=rules("phases"))
-    """Parts of the run that differ in length, masks, rotary embedding, mixture or schedule. Empty: it is one part. Set
-    in a config file."""
+    """Parts of the run that differ in length, masks, rotary embedding, mixture or schedule. Empty: it is one part. A
+    config file sets each; lengths, such as 32k,128k, make phases by a published recipe, which is printed."""
     description: str = option("", "free")
     """One line printed first: what this run is, and on what hardware it is meant to run."""
     sequence_length: int = option(32_768, "sequences", AT_LEAST_1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NoReturn, get_args, get_origin
 
@@ -28,8 +28,9 @@ def value_types() -> ConstructorRegistry:
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
     registry.primitive_rule(lambda info: _IMPLEMENTATION if info.type == str | Tuning | None else None)
-    in_a_file = (LayerOverride, SourceConfig, MoEConfig | None, Phase)
+    in_a_file = (LayerOverride, SourceConfig, MoEConfig | None)
     registry.primitive_rule(lambda info: _OF_A_FILE if info.type in in_a_file else None)
+    registry.primitive_rule(lambda info: _PHASES if info.type is Phase else None)
     registry.primitive_rule(lambda info: _INTEGER if info.type is int else None)
     registry.primitive_rule(lambda info: _INTEGER_OR_NONE if info.type == int | None else None)
     return registry
@@ -169,3 +170,5 @@ _OF_A_FILE: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, LayerOverride | SourceConfig | MoEConfig | Phase | None),
     str_from_instance=lambda value: [repr(value)],
 )
+_PHASES = replace(_OF_A_FILE, metavar="LENGTH,LENGTH")
+"""The lengths of phases come to the whole config: `trainer.cli.flags` reads them."""

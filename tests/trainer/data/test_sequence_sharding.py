@@ -164,7 +164,7 @@ def test_sharded_batches_over_eight_devices_have_the_loss_of_one_device(tmp_path
     def evaluate_on(mesh, sequence_sharding=None):
         nonlocal params
         context = ContextConfig(sequence_sharding=sequence_sharding)
-        setup = prepare(dataclasses.replace(base, mesh=mesh, context=context), lambda line: None)
+        [setup] = prepare(dataclasses.replace(base, mesh=mesh, context=context), lambda line: None)
         params = jax.device_get(setup.functions.init_state().params) if params is None else params
         placed = jax.device_put(params, setup.functions.state_shardings.params)
         training = [setup.put(next(setup.batches)) for _ in range(3)]

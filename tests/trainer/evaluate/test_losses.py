@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.data import Documents
-from trainer.data.delimiters import Delimiters
-from trainer.data.documents import DOCUMENT_DTYPE
+from trainer.data.documents import DOCUMENT_DTYPE, Delimiters
 from trainer.evaluate.losses import ChosenDocuments
 from trainer.evaluate.pictures import draw_loss_by_position, draw_retrieval
 from trainer.evaluate.results import Line, append_lines, describe, read_lines

@@ -14,6 +14,7 @@ from layers import GPTConfig
 from trainer.config import DataConfig, EvaluationConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.data import load_corpus, make_batches
 from trainer.loop.evaluator import Evaluator, describe_validation, evaluate
+from trainer.observers.observer import Evaluated
 
 T = 64
 
@@ -195,3 +196,12 @@ def test_losses_that_an_earlier_version_logged_are_measured_anew_without_a_word(
     evaluator = Evaluator(SimpleNamespace(validation_digest="d", phase=SimpleNamespace(first_step=0)), None, None, None)
     assert evaluator.take_up([{"step": 9, "validation_nats_per_token": 7.5}]) is None
     assert evaluator.evaluations == {}
+
+
+def test_each_source_has_the_mean_of_its_own_targets():
+    sums = iter([(6.0, 2), (1.0, 1), (9.0, 3), (0.0, 0)])
+    result = evaluate(lambda params, batch: next(sums), None, [{}] * 4, None, sources=("a", "a", "b", "none"))
+    assert result.nats_per_token == pytest.approx(16 / 6)
+    assert result.nats_per_token_by_source == pytest.approx({"a": 7 / 3, "b": 3.0})
+    entry = Evaluated.now(5, result, "d").entry
+    assert entry["validation_nats_per_token/b"] == 3.0

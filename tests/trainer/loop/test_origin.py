@@ -10,11 +10,12 @@ import pytest
 from kernels import CausalMask, LocalMask
 from layers import GPTConfig, LayerOverride, RopeScaling
 from trainer.cli.train_command import parse_command_line
-from trainer.config import TrainConfig
+from trainer.config import Phase, TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.export.family import describe_export
 from trainer.launch.peers import Peers
 from trainer.loop.origin import find_origin, longer_than_trained, read_origin
+from trainer.terminal.console import Console
 from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir
 
@@ -66,6 +67,17 @@ def test_sequences_beyond_the_trained_context_are_warned_of(length, context_leng
 )
 def test_sequences_that_are_none_or_scaled_for_are_not(length, context_length, theirs, changes):
     assert warning(length, context_length, theirs, changes) is None
+
+
+def test_each_phase_that_is_too_long_is_warned_of(pretrained, capsys):
+    """The folder's model knows 128 positions."""
+    arguments = ["--config", str(pretrained.page), "--init-from", str(pretrained.folder)]
+    config = parse_command_line(arguments).train
+    phases = (Phase(num_steps=1), Phase(num_steps=1, sequence_length=256), Phase(sequence_length=512, rope_base=1e5))
+    find_origin(dataclasses.replace(config, num_steps=3, phases=phases), None, Console(), Peers())
+    told = capsys.readouterr().out
+    assert told.startswith("warning: phases[1]: sequence_length=256 is more than the 128 tokens that the model of")
+    assert told.count("warning") == 1
 
 
 def test_a_folder_tells_family_and_context(pretrained, tmp_path):

@@ -1,0 +1,49 @@
+"""A longer context for a pretrained model: 32,768 tokens to a sequence, then 131,072, in one run.
+
+Hypothesis: a model learns to use 131,072 tokens in as many steps as it needed for 32,768. The phases are ProLong's
+recipe (arXiv:2410.02660): a RoPE base that grows with the length, a warm-up and a cosine in each phase, and carried
+moments. RoPE stays as it is where the model knows the length already. The page says nothing about the model but how
+it runs, so it serves any Hugging Face folder of the families in layers/pretrained/families, and a run's workdir.
+
+Command:
+    python -m trainer --config experiments/extend_context.py --init-from models/Qwen3-0.6B
+
+Hardware and expected numbers:
+    One H200, or two with --mesh.context 2. The first loss is the pretrained model's. Whether the phases of a model fit,
+    and on what: `python -m trainer.compile --config experiments/extend_context.py --init-from DIR --topology h200:1`,
+    which needs the folder's config.json alone.
+
+Other lengths, batches or meshes: `--phases 64k,256k` on experiments/continue_pretrained.py makes the phases from all
+flags. With `--write-page my_extension.py`, it writes them out as a page to edit.
+
+Data: the Python standard library's own sources, of which few are as long as a sequence; a long context is learned from
+long documents. For your own see `data` in trainer/config/train_config.py.
+"""
+
+from layers import GPTConfig
+from trainer.config import OptimizerConfig, TrainConfig
+from trainer.config.extension import extend_context
+from trainer.config.init_from import read_initial_model, with_initial_model
+
+LENGTHS = (32_768, 131_072)
+
+
+def get_config(init_from: str = "models/pretrained") -> TrainConfig:
+    """The config of a pretrained model in two phases.
+
+    Args:
+      init_from: its folder; --init-from says it, too.
+    """
+    base = TrainConfig(
+        name="extended",
+        description="A pretrained model, trained further on sequences that become longer",
+        init_from=init_from,
+        model=GPTConfig(remat="full"),
+        num_steps=1000,
+        sequence_length=LENGTHS[0],
+        batch_size=4,
+        gradient_accumulation=4,
+        optimizer=OptimizerConfig(learning_rate=1e-5),
+    )
+    context_length = read_initial_model(init_from).context_length
+    return extend_context(with_initial_model(base), LENGTHS, context_length=context_length)

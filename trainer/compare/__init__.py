@@ -1,0 +1,1 @@
+"""`python -m trainer.compare`: runs side by side, as a table and a picture."""
