@@ -58,11 +58,12 @@ def draw_losses(
         if phase.first_step < last_step:
             border = phase.first_step + 0.5  # behind the last point of the phase before
             axes.axvline(border, color="gray", linewidth=0.8)
-            axes.text(
-                border,
-                1.0,
-                f" {phase.config.sequence_length:,}",
-                transform=axes.get_xaxis_transform(),
+            axes.annotate(
+                f"{phase.config.sequence_length:,}",
+                (border, 1.0),
+                xycoords=axes.get_xaxis_transform(),
+                xytext=(3, -4),
+                textcoords="offset points",
                 rotation="vertical",
                 verticalalignment="top",
                 fontsize="small",

@@ -55,7 +55,7 @@ def test_each_phase_that_has_begun_has_a_line_with_its_length(metrics, tmp_path,
     path = metrics(*({"step": step, "loss": 1.0} for step in range(1, 6)))
     assert draw_losses(path, tmp_path / "loss.png", title="run", unigram_nats_per_token=3.0, phases=phases)
     [axes] = drawn[0].axes
-    assert [(text.get_position()[0], text.get_text().strip()) for text in axes.texts] == [(3.5, "6,208")]
+    assert [(text.xy[0], text.get_text()) for text in axes.texts] == [(3.5, "6,208")]
     assert [line.get_xdata()[0] for line in axes.lines if [*line.get_xdata()] == [3.5, 3.5]] == [3.5]
 
 

@@ -106,6 +106,7 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
     setup = SimpleNamespace(
         config=trained.config,
         phase=trained.config.in_phases()[0],
+        phase_number=None,
         validation_batches=[{}],
         validation_bytes=2,
         validation_digest="d",
