@@ -58,7 +58,7 @@ def test_what_cannot_be_asked_is_refused_before_a_device_starts(config):
         make_run_examples(with_evaluation(tasks=("niah_singel",)), ByteTokenizer())
     with pytest.raises(UserMistake, match="length=20 is too short for key_values"):
         make_run_examples(with_evaluation(lengths=(20,)), ByteTokenizer())
-    with pytest.raises(UserMistake, match="a .bin file doesn't say which tokenizer made it"):
+    with pytest.raises(UserMistake, match=r"a \.bin file doesn't say which tokenizer made it"):
         make_run_examples(config, PretokenizedIds(300, Delimiters(0, 0)))
     assert make_run_examples(with_evaluation(tasks=()), PretokenizedIds(300, Delimiters(0, 0))) == []
     with pytest.raises(ValueError, match=r"evaluation\.lengths=\(64, 64\) must be different"):
