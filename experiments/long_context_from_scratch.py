@@ -29,7 +29,7 @@ def get_config() -> TrainConfig:
     """Three phases, evaluated at the end of each."""
     return TrainConfig(
         name="long_context_from_scratch",
-        description="A small model that learns to retrieve at 131,072 tokens, meant for one H200",
+        description="A small model that learns to find what lies far back, meant for a GPU",
         model=GPTConfig(
             vocab_size=320,
             num_layers=6,
