@@ -54,10 +54,10 @@ def get_config(extend: bool = True) -> TrainConfig:
             scan_layers=False,
             compute_dtype="float32",
         ),
-        num_steps=950,
+        num_steps=1750,
         sequence_length=64,
         batch_size=64,
-        phases=(Phase(num_steps=700), longer if extend else same),
+        phases=(Phase(num_steps=1500), longer if extend else same),
         data=DataConfig(sources=sources(short=1, long=0), tokenizer=make_tokenizer(), end_of_document_token="<end>"),
         optimizer=schedule(3e-3, 50),
         evaluation=EvaluationConfig(
@@ -77,9 +77,9 @@ def sources(short: float, long: float) -> tuple[SourceConfig, ...]:
     """Documents of up to 64 tokens and of up to 512, by their shares of the tokens."""
     files = {
         "short": (
-            make_files("tiny", TASKS, 20_000, (140, 240), 5, noise=True)
-            + make_files("tiny", TASKS, 20_000, (190, 240), 8, noise=True)
-            + make_files("tiny", TASKS, 20_000, (230, 245), 11, noise=True)
+            make_files("tiny", TASKS, 20_000, (60, 260), 1, noise=True)
+            + make_files("tiny", TASKS, 20_000, (90, 260), 3, noise=True)
+            + make_files("tiny", TASKS, 20_000, (140, 250), 6, noise=True)
         ),
         "long": make_files("tiny", TASKS, 3000, (600, 2200), 8, noise=True)
         + make_files("tiny", TASKS, 3000, (900, 2000), 30, noise=True),

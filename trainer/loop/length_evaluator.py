@@ -57,7 +57,9 @@ class LengthEvaluator:
         """
         evaluation = setup.run.evaluation
         every = evaluation.lengths_every_num_steps
-        is_due = step == setup.phase.last_step or (every is not None and step > setup.phase.first_step and step % every == 0)
+        is_due = step == setup.phase.last_step or (
+            every is not None and step > setup.phase.first_step and step % every == 0
+        )
         path = self._workdir / FILE_NAME
         if not evaluation.lengths or not is_due or any(line.step == step for line in read_lines(path)):
             return
