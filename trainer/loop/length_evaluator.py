@@ -38,7 +38,7 @@ class LengthEvaluator:
     Args:
       workdir: `evaluations.jsonl` and the pictures are written there.
       account: of the run's time.
-      console: told the results.
+      console: warns of what cannot be written.
       observers: hear of them.
       writes: whether this process writes and prints: the first one does.
     """
