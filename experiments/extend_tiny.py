@@ -54,10 +54,10 @@ def get_config(extend: bool = True) -> TrainConfig:
             scan_layers=False,
             compute_dtype="float32",
         ),
-        num_steps=1750,
+        num_steps=850,
         sequence_length=64,
         batch_size=64,
-        phases=(Phase(num_steps=1500), longer if extend else same),
+        phases=(Phase(num_steps=600), longer if extend else same),
         data=DataConfig(sources=sources(short=1, long=0), tokenizer=make_tokenizer(), end_of_document_token="<end>"),
         optimizer=schedule(3e-3, 50),
         evaluation=EvaluationConfig(
