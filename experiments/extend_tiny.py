@@ -54,16 +54,16 @@ def get_config(extend: bool = True) -> TrainConfig:
             scan_layers=False,
             compute_dtype="float32",
         ),
-        num_steps=850,
+        num_steps=650,
         sequence_length=64,
         batch_size=64,
-        phases=(Phase(num_steps=600), longer if extend else same),
+        phases=(Phase(num_steps=400), longer if extend else same),
         data=DataConfig(sources=sources(short=1, long=0), tokenizer=make_tokenizer(), end_of_document_token="<end>"),
         optimizer=schedule(3e-3, 50),
         evaluation=EvaluationConfig(
-            every_num_steps=450, num_sequences=16, lengths=(64, 128, 256, 512), tasks=TASKS, num_examples=4
+            every_num_steps=400, num_sequences=16, lengths=(64, 128, 256, 512), tasks=TASKS, num_examples=4
         ),
-        checkpoint=CheckpointConfig(every_num_steps=450),
+        checkpoint=CheckpointConfig(every_num_steps=400),
         log_every_num_steps=50,
     )
 
