@@ -92,8 +92,7 @@ def _open_run(command: EvaluateCommand, workdir: Path, console: Console) -> Subj
         check_tokenizer(tokenizer, checkpoint, config.model)
 
     def load(abstract: Any) -> tuple[int, Any]:
-        restored, params = restore_params(checkpoint, abstract)
-        return restored.step, params
+        return checkpoint.step, restore_params(checkpoint, abstract)
 
     model = dataclasses.replace(config.model, implementation=None, decode_implementation=None)
     return Subject(
