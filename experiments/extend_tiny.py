@@ -39,7 +39,7 @@ def get_config(extend: bool = True) -> TrainConfig:
     same = Phase(optimizer=schedule(1e-3, 5))
     return TrainConfig(
         name="extend_tiny",
-        description="A tiny model whose context grows eightfold, meant for two CPU cores",
+        description="A tiny model whose context is extended, meant for CPU cores",
         model=GPTConfig(
             vocab_size=512,
             num_layers=2,
@@ -54,10 +54,10 @@ def get_config(extend: bool = True) -> TrainConfig:
             scan_layers=False,
             compute_dtype="float32",
         ),
-        num_steps=700,
+        num_steps=850,
         sequence_length=64,
         batch_size=64,
-        phases=(Phase(num_steps=450), longer if extend else same),
+        phases=(Phase(num_steps=600), longer if extend else same),
         data=DataConfig(sources=sources(short=1, long=0), tokenizer=make_tokenizer(), end_of_document_token="<end>"),
         optimizer=schedule(3e-3, 50),
         evaluation=EvaluationConfig(
@@ -77,12 +77,12 @@ def sources(short: float, long: float) -> tuple[SourceConfig, ...]:
     """Documents of up to 64 tokens and of up to 512, by their shares of the tokens."""
     files = {
         "short": (
-            make_files("tiny", TASKS, 20_000, (120, 240), 2, noise=True)
-            + make_files("tiny", TASKS, 20_000, (160, 270), 4, noise=True)
-            + make_files("tiny", TASKS, 20_000, (210, 280), 7, noise=True)
+            make_files("tiny", TASKS, 20_000, (60, 260), 1, noise=True)
+            + make_files("tiny", TASKS, 20_000, (90, 260), 3, noise=True)
+            + make_files("tiny", TASKS, 20_000, (140, 250), 6, noise=True)
         ),
-        "long": make_files("tiny", TASKS, 4000, (400, 2200), 4, noise=True)
-        + make_files("tiny", TASKS, 4000, (600, 2200), 16, noise=True),
+        "long": make_files("tiny", TASKS, 3000, (600, 2200), 8, noise=True)
+        + make_files("tiny", TASKS, 3000, (900, 2000), 30, noise=True),
     }
     weights = {"short": short, "long": long}
     return tuple(SourceConfig(name, files[name], "jsonl", weight=weights[name]) for name in files)

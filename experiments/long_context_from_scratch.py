@@ -6,6 +6,19 @@ in short texts before, and its state is carried through phases of rising length 
 Command:
     python -m trainer --config experiments/long_context_from_scratch.py
 
+Hardware and expected numbers:
+    One H200 (JAX 0.11.2, 2026-11-29). Questions answered exactly, teacher-forced, over ten depths (20 of each kind):
+
+        tokens           2,048   16,384   65,536   131,072
+        step 1,500        100%       0%       0%        0%    single needles
+                           95%       0%       0%        0%    multi-key needles
+        step 1,750        100%     100%       0%        0%    single needles
+                          100%     100%       0%        0%    multi-key needles
+
+    The first phase's steps take 58 s, the second's 18 s, and those at 131,072 tokens half a second each; compiling
+    takes 34 s, making documents and their tokens a minute and a half. That run was cut off at step 1,881 of 1,900, so
+    the last phase's accuracy is yet to be measured.
+
 Data: Python's own sources, and documents made from them with needles and questions (`retrieval_documents.py`).
 """
 
@@ -29,7 +42,7 @@ def get_config() -> TrainConfig:
     """Three phases, evaluated at the end of each."""
     return TrainConfig(
         name="long_context_from_scratch",
-        description="A small model that learns to retrieve at 131,072 tokens, meant for one H200",
+        description="A small model that learns to find what lies far back, meant for a GPU",
         model=GPTConfig(
             vocab_size=320,
             num_layers=6,

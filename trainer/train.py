@@ -129,14 +129,14 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         plan_context_parallelism(phase.config, None)  # refuses what no device can do, before the data is read
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
-    samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
+    samples = [Samples(phase.config, corpus.tokenizer) if config.samples.prompts else None for phase in phases]
     use_compilation_cache(config.compilation.cache_dir)
     warn_of_short_documents(phases, corpus, on_progress)
-    asked = samples, make_run_examples(config, corpus.tokenizer)
-    setups = tuple(prepare_phase(phase, config, corpus, asked, on_progress, peers) for phase in phases)
-    if samples is not None:
-        samples.check()
-    return setups
+    examples = make_run_examples(config, corpus.tokenizer)
+    return tuple(
+        prepare_phase(phase, config, corpus, (of_phase, examples), on_progress, peers)
+        for phase, of_phase in zip(phases, samples, strict=True)
+    )
 
 
 def prepare_phase(
@@ -150,6 +150,9 @@ def prepare_phase(
     """Makes mesh, plan, step functions and batches of one phase. Arguments are as in `Setup` and `prepare`."""
     config, mesh = phase.config, make_mesh(phase.config.mesh)
     plan = make_plan(config, mesh)
+    samples, examples = asked
+    if samples is not None:
+        samples.check()
     functions = make_step_functions(config, mesh, plan, schedule_from=phase.schedule_from)
     sharding = batch_sharding(mesh)
     indices_of = functools.partial(indices_of_process, sharding, sequence_length=config.sequence_length)
@@ -175,7 +178,8 @@ def prepare_phase(
         validation_batches,
         num_bytes,
         digest,
-        *asked,
+        samples,
+        examples,
         flops,
         peak,
         sources,

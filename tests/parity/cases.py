@@ -139,7 +139,7 @@ class Case:
             if exchange in ("halo", "all_to_all"):
                 return f"exchange='{exchange}' can't serve this call"
         if exchange == "halo" and self.placement.sequence_sharding == "balanced":
-            return "sequence_sharding='balanced' decides for each row"
+            return "sequence_sharding='balanced' decides for each sequence"
         if exchange == "halo" and not ATTENTION[self.problem.attention].has_reach:
             return "needs a mask that reaches only so far"
         return None

@@ -108,10 +108,10 @@ class AheadOfTime:
         self._lowered = {index: lower_steps(functions[index]) for index in sorted(functions)}
         self._on_recompile = on_recompile
         self._compiled: dict[int, CompiledSteps | Exception] = {}
-        self._done = threading.Condition()
+        self._done, self._is_closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._compile_all, name="compile-ahead")
         if self._lowered:
-            # A daemon: the end of the run, or a signal, doesn't wait for XLA.
-            threading.Thread(target=self._compile_all, name="compile-ahead", daemon=True).start()
+            self._thread.start()
 
     def take(self, index: int) -> CompiledSteps:
         """The programs of a phase, waited for if need be. Each phase's are taken once.
@@ -126,8 +126,16 @@ class AheadOfTime:
             raise compiled
         return compiled
 
+    def close(self) -> None:
+        """Waits for the phase that is being compiled, since Python can't end amid XLA, and compiles no further one."""
+        self._is_closed = True
+        if self._thread.is_alive():
+            self._thread.join()
+
     def _compile_all(self) -> None:
         for index, lowered in self._lowered.items():
+            if self._is_closed:
+                return
             compiled: CompiledSteps | Exception
             try:
                 compiled = compile_steps(

@@ -156,13 +156,13 @@ def known_positions(ours: LayerConfig, theirs: LayerConfig, context_length: int)
 
 
 def _check(config: TrainConfig, lengths: Sequence[int]) -> None:
-    told = ", ".join(f"{length:,}" for length in lengths)
+    listed = ", ".join(f"{length:,}" for length in lengths)
     if config.phases:
         raise ValueError(
-            f"the config file has {len(config.phases)} phases already; leave lengths of phases ({told}) out"
+            f"the config file has {len(config.phases)} phases already; leave lengths of phases ({listed}) out"
         )
     if not lengths or any(later <= earlier for earlier, later in itertools.pairwise(lengths)):
-        raise ValueError(f"the lengths of phases must rise, got {told or 'none'}; for example 32k,128k")
+        raise ValueError(f"the lengths of phases must rise, got {listed or 'none'}; for example 32k,128k")
     if lengths[0] < config.sequence_length:
         raise ValueError(
             f"the first phase has sequences of {lengths[0]:,} tokens, and sequence_length={config.sequence_length} is "

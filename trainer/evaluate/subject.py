@@ -92,7 +92,8 @@ def _open_run(command: EvaluateCommand, workdir: Path, console: Console) -> Subj
         check_tokenizer(tokenizer, checkpoint, config.model)
 
     def load(abstract: Any) -> tuple[int, Any]:
-        return checkpoint.step, restore_params(checkpoint, abstract)
+        params = restore_params(checkpoint, abstract)
+        return checkpoint.step, params
 
     model = dataclasses.replace(config.model, implementation=None, decode_implementation=None)
     return Subject(

@@ -65,7 +65,7 @@ class Watchdog:
         self._is_compiling: Callable[[], bool] = lambda: False
         self._saves: set[tuple[str, float]] = set()  # that are under way
         self._save_seconds: deque[float] = deque(maxlen=_NUM_RECENT)
-        # By what is under way: the time at which it was first seen; infinite once it has been told of.
+        # By what is under way: the time at which it was first seen; infinite once the console has printed it.
         self._since: dict[tuple[str, float], float] = {}
         self._awake_s = 0.0
         self._last_look: float | None = None

@@ -80,7 +80,7 @@ class Attempt:
         setup = setups[0]
         phases = {"phases": [each.phase_to_json() for each in setups]} if self._config.phases else {}
         self.record.update(**setup.to_json(), **phases)
-        export = describe_export(self._config.model, began_as)
+        export = describe_export(self._config.in_phases()[-1].config.model, began_as)
         lines = {"phases": [each.describe_phase() for each in setups]} if phases else {}
         facts = setup.facts() | lines | {"export": export, "workdir": str(self._workdir.path)}
         self.console.opening(self._config.name, facts)

@@ -72,7 +72,9 @@ class Evaluator:
           state: the training state.
         """
         setup, config = self._setup, self._setup.config
-        is_due = step >= setup.phase.last_step or (step > 0 and step % config.evaluation.every_num_steps == 0)
+        is_due = step >= setup.phase.last_step or (
+            step > setup.phase.first_step and step % config.evaluation.every_num_steps == 0
+        )
         if not is_due or step in self.evaluations or self._stop.requested:
             return
         with self._account.measure("evaluation"), running("eval_step"):

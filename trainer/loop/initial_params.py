@@ -42,7 +42,7 @@ def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[Tr
 
     Args:
       setup: of the run's first phase. Its data goes on at the other run's place, if it is the same data.
-      console: told what is carried.
+      console: prints what is carried.
       peers: the processes of the run.
 
     Returns:

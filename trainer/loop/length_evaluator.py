@@ -38,7 +38,7 @@ class LengthEvaluator:
     Args:
       workdir: `evaluations.jsonl` and the pictures are written there.
       account: of the run's time.
-      console: told the results.
+      console: warns of what cannot be written.
       observers: hear of them.
       writes: whether this process writes and prints: the first one does.
     """
@@ -57,7 +57,9 @@ class LengthEvaluator:
         """
         evaluation = setup.run.evaluation
         every = evaluation.lengths_every_num_steps
-        is_due = step == setup.phase.last_step or (every is not None and step > 0 and step % every == 0)
+        is_due = step == setup.phase.last_step or (
+            every is not None and step > setup.phase.first_step and step % every == 0
+        )
         path = self._workdir / FILE_NAME
         if not evaluation.lengths or not is_due or any(line.step == step for line in read_lines(path)):
             return

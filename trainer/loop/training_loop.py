@@ -80,8 +80,8 @@ class TrainingLoop:
         """The parameters of `init_from`, until they are in the state."""
         self.state: TrainState
         self.programs: CompiledSteps
-        self.ahead: AheadOfTime
-        """The programs of later phases."""
+        self.ahead: AheadOfTime | None = None
+        """The programs of later phases; None: before `compile`."""
 
     def restore(self) -> None:
         """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
@@ -203,6 +203,7 @@ class TrainingLoop:
             self.console.note(line)
         if recompile:
             with self.account.measure("compile"):
+                assert self.ahead is not None, "recompiled before `compile`"
                 self.programs = self.ahead.take(index + 1)
             self.history.add_phase(step, self.programs.reports)
             self.observers.observe(PhaseBegun(step, self.setup.describe_phase(), self.programs.reports))
@@ -243,5 +244,7 @@ class TrainingLoop:
         self.trace.close()
         for setup in self.setups:
             setup.batches.close()
+        if self.ahead is not None:
+            self.ahead.close()
         self.saver.close()
         self.observers.close()

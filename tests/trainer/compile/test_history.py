@@ -42,8 +42,8 @@ def uneven(trainer_command, tmp_path_factory, read_run, read_tensorboard):
     lines: list[str] = []
 
     def prepare_unevenly(*arguments):
-        setup = prepare(*arguments)
-        return dataclasses.replace(setup, batches=UnevenBatches(setup.batches))
+        [setup] = prepare(*arguments)
+        return [dataclasses.replace(setup, batches=UnevenBatches(setup.batches))]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.train.prepare", prepare_unevenly)

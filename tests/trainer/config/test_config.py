@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import operator
-from typing import get_args, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -202,7 +202,7 @@ def numbers(config):
     for name, hint in get_type_hints(type(config)).items():
         if dataclasses.is_dataclass(getattr(config, name)):
             yield from ((f"{name}.{path}", types) for path, types in numbers(getattr(config, name)))
-        elif {int, float} & (types := {hint, *get_args(hint)}):
+        elif get_origin(hint) is not tuple and {int, float} & (types := {hint, *get_args(hint)}):
             yield name, types
 
 

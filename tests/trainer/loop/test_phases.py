@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from kernels import CausalMask, LocalMask
+from trainer.compile.out_of_memory import OutOfMemory
+from trainer.compile.programs import AheadOfTime
 from trainer.config import CheckpointConfig, EvaluationConfig, MeshConfig, OptimizerConfig, Phase, TrainConfig
 from trainer.config.file import config_from_json, config_to_json, load_config
 from trainer.config.resume_changes import refuse_other_phases
@@ -221,3 +224,48 @@ def test_a_step_of_a_phase_is_the_step_of_a_run_without(phased):
         functions = make_step_functions(config, make_mesh(config.mesh))
         texts.append(functions.train_step.lower(functions.abstract_state, functions.abstract_batch).as_text())
     assert texts[0] == texts[1]
+
+
+def test_a_later_phase_that_does_not_compile_ends_the_run_where_it_begins(phased, monkeypatch):
+    functions = {
+        index: make_step_functions(phase.config, make_mesh(phase.config.mesh))
+        for index, phase in enumerate(phased.in_phases())
+        if index
+    }
+    compiled, asked = [], threading.Event()
+
+    def compile_one(functions, *, lowered, **_):
+        compiled.append(functions)
+        if len(compiled) == 1:
+            return "programs"
+        asked.wait()
+        raise OutOfMemory("train_step", "no room", on_host=False)
+
+    monkeypatch.setattr("trainer.compile.programs.compile_steps", compile_one)
+    ahead = AheadOfTime(functions, lambda *_: None)
+    assert ahead.take(1) == "programs"
+    asked.set()
+    with pytest.raises(OutOfMemory, match="no room"):
+        ahead.take(2)
+    ahead.close()
+    assert compiled == [functions[1], functions[2]]
+
+
+def test_a_run_that_ends_compiles_no_further_phase(phased, monkeypatch):
+    functions = {
+        index: make_step_functions(phase.config, make_mesh(phase.config.mesh))
+        for index, phase in enumerate(phased.in_phases())
+        if index
+    }
+    compiled, goes_on = [], threading.Event()
+
+    def compile_one(functions, **_):
+        compiled.append(functions)
+        goes_on.wait()
+
+    monkeypatch.setattr("trainer.compile.programs.compile_steps", compile_one)
+    ahead = AheadOfTime(functions, lambda *_: None)
+    threading.Timer(0.2, goes_on.set).start()
+    ahead.close()
+    assert goes_on.is_set()
+    assert compiled == [functions[1]]

@@ -35,7 +35,7 @@ RULER: Mapping[str, RetrievalTask] = MappingProxyType(
     }
 )
 """RULER's tasks by name, each with its numbers."""
-TASKS: Mapping[str, RetrievalTask] = MappingProxyType({**RULER, "key_values": KeyValues(num_distractors=3)})
+TASKS: Mapping[str, RetrievalTask] = MappingProxyType({**RULER, "key_values": KeyValues()})
 """All tasks by name."""
 
 
