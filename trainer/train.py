@@ -12,6 +12,7 @@ The code calls into these folders, each named for what it does:
     loop/          holds the steps: log windows, evaluations, saves, resuming
     observers/     tells console, record, metrics and TensorBoard what happens
     sample/        continues prompts
+    evaluate/      measures retrieval and losses at length
 """
 
 from __future__ import annotations
