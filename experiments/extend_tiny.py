@@ -8,8 +8,8 @@ Command:
     python -m trainer --config experiments/extend_tiny.py:extend=False
 
 Hardware and expected numbers:
-    Two CPU cores (JAX 0.10.2, 2026-11-29), both commands at once: some 3 minutes each, and a minute for the documents of
-    the first. Words found, teacher-forced, over ten depths (40 questions a length):
+    Two CPU cores (JAX 0.10.2, 2026-11-29), both commands at once: some 3 minutes each, and a minute for the
+    first one's documents. Words found, teacher-forced, over ten depths (40 questions a length):
 
         tokens                        64    128    256    512
         step 400                    100%    55%    25%    10%
