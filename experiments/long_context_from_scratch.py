@@ -15,9 +15,10 @@ Hardware and expected numbers:
         step 1,750        100%     100%       0%        0%    single needles
                           100%     100%       0%        0%    multi-key needles
 
-    The first phase's steps take 58 s, the second's 18 s, and those at 131,072 tokens half a second each; compiling
-    takes 34 s, making documents and their tokens a minute and a half. That run was cut off at step 1,881 of 1,900, so
-    the last phase's accuracy is yet to be measured.
+    The rows are in experiments/benchmarks/results/long_context_h200_evaluations.jsonl. The first phase's steps take
+    58 s, the second's 18 s, and those at 131,072 tokens half a second each; compiling takes 34 s, making documents and
+    their tokens a minute and a half. That run was cut off at step 1,881 of 1,900, so the last phase's accuracy is yet
+    to be measured.
 
 Data: Python's own sources, and documents made from them with needles and questions (`retrieval_documents.py`).
 """

@@ -19,6 +19,8 @@ from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
+from trainer.evaluate.pictures import draw_retrieval
+from trainer.evaluate.results import read_lines
 from trainer.observers.plots import draw_losses
 from trainer.terminal.streams import reader_may_leave
 
@@ -204,6 +206,8 @@ def main(arguments: PlotArguments) -> None:
         title="make train on two CPU cores: 56 steps of 32,768 tokens",
         unigram_nats_per_token=record["data"]["unigram_nats_per_token"],
     )
+    evaluations = read_lines(arguments.results / "long_context_h200_evaluations.jsonl")
+    draw_retrieval(evaluations, max(line.step for line in evaluations), arguments.output / "retrieval_before_after.png")
     for name, masks in MASK_PICTURES.items():
         save_png(MultiHeadMask(masks), arguments.output / name, 4096)
     print(*sorted(arguments.output.iterdir()), sep="\n")

@@ -141,7 +141,9 @@ def _figure(width: float, height: float) -> Figure | None:
 
 def _save(figure: Any, picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
 
-    content = io.BytesIO()
-    FigureCanvasAgg(figure).print_figure(content, format="png", dpi=_DOTS_PER_INCH)
+    drawn, content = io.BytesIO(), io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(drawn, format="png", dpi=_DOTS_PER_INCH)
+    Image.open(drawn).convert("RGB").quantize(256).save(content, "PNG")  # a third of the bytes
     write_atomically(picture, content.getvalue())

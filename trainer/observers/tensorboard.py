@@ -139,7 +139,7 @@ def _text(tag: str, markdown: str, step: int) -> event_pb2.Event:
 
 def _image(tag: str, png: bytes, step: int) -> event_pb2.Event:
     width, height = struct.unpack(">II", png[16:24])  # of the first chunk, which describes the image
-    image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=png)
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
     return event_pb2.Event(
         wall_time=time.time(), step=step, summary=Summary(value=[Summary.Value(tag=tag, image=image)])
     )
