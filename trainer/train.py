@@ -202,12 +202,13 @@ def take_steps(loop: TrainingLoop) -> int:
     """Steps to the end, or to a stop signal; returns the exit status."""
     with loop.watched():
         loop.evaluate_if_due()
+        loop.change_phase_if_due()
         while loop.goes_on:
             loop.run_window()
             loop.evaluate_if_due()
             loop.save_if_due()
             loop.change_phase_if_due()
-        loop.saver.save_at_last(loop.snapshot)
+        loop.save_at_last()
     return loop.end()
 
 

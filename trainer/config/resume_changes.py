@@ -140,10 +140,13 @@ def refuse_other_phases(held: TrainConfig, config: TrainConfig, step: int) -> No
     """
     if not config.phases and not held.phases:
         return
-    phases = config.in_phases()
-    for ours, theirs in zip(phases, held.in_phases(), strict=False):
-        if theirs.first_step >= step:
-            return
+    phases, made = config.in_phases(), [phase for phase in held.in_phases() if phase.first_step < step]
+    if len(phases) < len(made):
+        raise UserMistake(
+            f"the config has {len(phases)} phases, and the checkpoint of step {step} is of phases[{len(made) - 1}]; "
+            "keep the phases that have begun, or choose another --workdir"
+        )
+    for ours, theirs in zip(phases, made, strict=False):
         refuse_other_run(theirs.config, ours.config, f"phases[{theirs.index}] of the checkpoint")
         is_over = theirs.last_step < step
         if (ours.first_step, ours.moments) != (theirs.first_step, theirs.moments) or (

@@ -459,6 +459,12 @@ class Phase:
             raise ValueError(
                 f"mesh={self.mesh} has another number of devices than {before.mesh}, the one before; use as many"
             )
+        factor = max(layer.rope_scaling.factor for layer in before.model.layer_counts)
+        if self.rope_scaling is not None and self.rope_scaling.factor < factor and self.rope_base is None:
+            raise ValueError(
+                f"rope_scaling.factor={self.rope_scaling.factor} is less than the {factor} before, which would shorten "
+                "the context; use a larger factor, or leave rope_scaling out"
+            )
         bases = [base for layer in before.model.layer_counts if (base := layer.rope_base) is not None]
         if self.rope_base is not None and bases and self.rope_base < max(bases):
             raise ValueError(

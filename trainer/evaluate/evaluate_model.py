@@ -76,7 +76,7 @@ def run(command: EvaluateCommand) -> None:
             f"  {describe_host() if error.on_host else describe_device(jax.local_devices()[0], 1)}\n"
             "  what helps: shorter --lengths, fewer --questions, or a mesh of more devices"
         ) from error
-    known = read_lines(output / FILE_NAME)
+    known = [line for line in read_lines(output / FILE_NAME) if not line.digest]
     pictures = {"loss_by_position.png": draw_loss_by_position, "retrieval.png": draw_retrieval}
     drawn = [
         name for name, draw in pictures.items() if _written(output, functools.partial(draw, known, step, output / name))

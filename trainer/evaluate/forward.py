@@ -57,6 +57,7 @@ class TokenForward:
             batch_size=shards,
             gradient_accumulation=1,
             init_from=None,
+            init_optimizer="fresh",
             samples=SamplesConfig(),
             data=dataclasses.replace(config.data, keep_documents_apart=True),
             optimizer=dataclasses.replace(config.optimizer, offload_moments=False),

@@ -44,6 +44,8 @@ class Line:
     num_tokens: int = 0
     step: int = 0
     seed: int = 0
+    digest: str = ""
+    """Of a run's own evaluation, which forces answers, what it follows from; empty: the command's, which decodes."""
 
     def __post_init__(self):
         for name in ("loss", "accuracy"):

@@ -47,8 +47,10 @@ class Evaluator:
           A line for the user if the last of them was measured otherwise.
         """
         digest = self._setup.validation_digest
-        self.evaluations |= {entry["step"]: entry for entry in logged if entry.get(VALIDATION_DIGEST) == digest}
-        if not logged or logged[-1]["step"] <= self._setup.phase.first_step:  # a phase before this one
+        first = self._setup.phase.first_step
+        of_phase = [entry for entry in logged if entry["step"] > first and entry.get(VALIDATION_DIGEST) == digest]
+        self.evaluations |= {entry["step"]: entry for entry in of_phase}
+        if not logged or logged[-1]["step"] <= first:  # a phase before this one
             return None
         if logged[-1].get(VALIDATION_DIGEST) in (None, digest):  # None: before 2026-11-29
             return None

@@ -61,6 +61,8 @@ def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[Tr
             "leave it out to begin with fresh moments"
         )
     saved = open_saved_run(folder, setting="init_from")
+    for damaged in saved.checkpoint.damaged:
+        console.warning(f"{damaged}; the one before it is taken")
     held = saved.config
     if held.optimizer.kind != config.optimizer.kind:
         raise UserMistake(

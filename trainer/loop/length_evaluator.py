@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from trainer.evaluate.results import FILE_NAME, Line, append_lines, describe, re
 from trainer.evaluate.retrieval import mean_scores
 from trainer.evaluate.tasks import NOISE, Example, make_examples
 from trainer.evaluate.teacher_forced import score
+from trainer.launch.peers import Peers
 from trainer.loop.setup import Setup
 from trainer.observers.observer import EvaluatedAtLength, Observers
 from trainer.observers.times import TimeAccount
@@ -39,13 +42,15 @@ class LengthEvaluator:
       workdir: `evaluations.jsonl` and the pictures are written there.
       account: of the run's time.
       console: warns of what cannot be written.
-      observers: hear of them.
-      writes: whether this process writes and prints: the first one does.
+      observers: hear of the results.
+      peers: the processes of the run. The first one writes.
     """
 
-    def __init__(self, workdir: Path, account: TimeAccount, console: Console, observers: Observers, *, writes: bool):
-        self._workdir, self._account, self._console, self._writes = workdir, account, console, writes
-        self._observers = observers
+    def __init__(self, workdir: Path, account: TimeAccount, console: Console, observers: Observers, peers: Peers):
+        self._workdir, self._account, self._console = workdir, account, console
+        self._observers, self._peers = observers, peers
+        self.is_evaluating = False
+        """True inside an evaluation, which compiles and may take long. Any thread may ask."""
 
     def evaluate_if_due(self, setup: Setup, step: int, state: TrainState) -> None:
         """Evaluates at the end of a phase and every `evaluation.lengths_every_num_steps`, if `lengths` names any.
@@ -61,12 +66,21 @@ class LengthEvaluator:
             every is not None and step > setup.phase.first_step and step % every == 0
         )
         path = self._workdir / FILE_NAME
-        if not evaluation.lengths or not is_due or any(line.step == step for line in read_lines(path)):
+        if not evaluation.lengths or not is_due:
             return
-        with self._account.measure("evaluation"), running("evaluating at length"):
-            lines = [dataclasses.replace(line, step=step, seed=setup.run.seed) for line in self._measure(setup, state)]
-        if self._writes:
-            self._keep(path, lines, step)
+        digest = describe_settings(setup)
+        known = self._peers.of_first(f"at length/{step}", lambda: json.dumps(_is_known(path, step, digest)))
+        if json.loads(known):
+            return
+        self.is_evaluating = True
+        try:
+            with self._account.measure("evaluation"), running("evaluating at length"):
+                measured = self._measure(setup, state)
+        finally:
+            self.is_evaluating = False
+        if self._peers.is_first:
+            lines = [dataclasses.replace(line, step=step, seed=setup.run.seed, digest=digest) for line in measured]
+            self._keep(path, lines, step, digest)
 
     def _measure(self, setup: Setup, state: TrainState) -> list[Line]:
         lengths = sorted(setup.run.evaluation.lengths)
@@ -77,10 +91,10 @@ class LengthEvaluator:
         scores = score(forward, state.params, setup.examples) if setup.examples else []
         return [*chosen.bin(nats, lengths[0]), *mean_scores(setup.examples, [each.tolist() for each in scores])]
 
-    def _keep(self, path: Path, lines: list[Line], step: int) -> None:
+    def _keep(self, path: Path, lines: list[Line], step: int, digest: str) -> None:
         try:
             append_lines(path, lines)
-            known = read_lines(path)
+            known = [line for line in read_lines(path) if line.digest == digest]
             for name, draw in _PICTURES.items():
                 draw(known, step, self._workdir / name)
         except OSError as error:  # what was measured is printed all the same
@@ -88,6 +102,18 @@ class LengthEvaluator:
             known = lines
         pictures = [each for name in _PICTURES if (each := self._workdir / name).is_file()]
         self._observers.observe(EvaluatedAtLength(step, describe(known, step), to_values(lines), pictures))
+
+
+def describe_settings(setup: Setup) -> str:
+    """A digest of all that results at length follow from, but for the parameters."""
+    evaluation = setup.run.evaluation
+    tasks = sorted(evaluation.lengths), evaluation.tasks, evaluation.num_examples, setup.run.seed
+    known = [*tasks, setup.corpus.fingerprint, setup.config.model.compute_dtype]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def _is_known(path: Path, step: int, digest: str) -> bool:
+    return any((line.step, line.digest) == (step, digest) for line in read_lines(path))
 
 
 def make_run_examples(config: TrainConfig, tokenizer: Tokenizer) -> list[Example]:

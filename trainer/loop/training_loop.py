@@ -69,8 +69,7 @@ class TrainingLoop:
         self.saver = Saver(self.checkpoints, workdir, config, this.console, this.account, self.observers, this.stop)
         self.config_history = ConfigHistory(config)
         self.evaluator = Evaluator(self.setup, this.account, self.observers, this.stop)
-        at_length = (workdir.path, this.account, this.console, self.observers)
-        self.length_evaluator = LengthEvaluator(*at_length, writes=self.peers.is_first)
+        self.length_evaluator = LengthEvaluator(workdir.path, this.account, this.console, self.observers, self.peers)
         self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
         self.data_failure: TrainingFailed | None = None
         self.is_amid_skipped = False
@@ -97,7 +96,6 @@ class TrainingLoop:
         self.state, self.config_history, self.resumed_from = resumed.state, resumed.config_history, resumed.origin
         self._enter(resumed.phase)
         self.progress.go_on_from(resumed.step)
-        self.change_phase_if_due(recompile=False)
         self.trace.check(resumed.step)
         if resumed.step < self.config.num_steps:
             self.saver.rehearse([*self.setup.functions.mesh.devices.flat])
@@ -127,7 +125,7 @@ class TrainingLoop:
 
     def watched(self) -> AbstractContextManager[None]:
         """Ends the process if the run hangs inside."""
-        return self.watchdog.watching(lambda: self.programs.is_compiling)
+        return self.watchdog.watching(lambda: self.programs.is_compiling or self.length_evaluator.is_evaluating)
 
     @property
     def goes_on(self) -> bool:
@@ -174,26 +172,32 @@ class TrainingLoop:
             self.length_evaluator.evaluate_if_due(self.setup, self.progress.step, self.state)
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every_num_steps`, unless the last update was skipped.
+        """Saves every `checkpoint.every_num_steps` and at a phase's end, unless the last update was skipped.
 
         Checkpoints of skipped updates could push out the last good one.
         """
-        if self.progress.step % self.config.checkpoint.every_num_steps:
+        if self.progress.step % self.config.checkpoint.every_num_steps and not self._is_at_border:
             return
         if self.is_amid_skipped:
             self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
         else:
             self.saver.save(self.snapshot)
 
-    def change_phase_if_due(self, *, recompile: bool = True) -> None:
-        """Carries the state into the next phase, if this one is over.
+    def save_at_last(self) -> None:
+        """Saves the last step.
 
-        Args:
-          recompile: whether its programs are needed now; otherwise `compile` compiles them.
+        A border is saved before the change of phase, as a resumption reads it: the next phase may stack its layers
+        otherwise.
         """
+        if self.setup.phase.index and self.progress.step == self.setup.phase.first_step:
+            self.saver.finish()
+        else:
+            self.saver.save_at_last(self.snapshot)
+
+    def change_phase_if_due(self) -> None:
+        """Carries the state into the next phase, if this one is over, and takes its programs."""
         step, index = self.progress.step, self.setup.phase.index
-        is_over = step >= self.setup.phase.last_step and not self.stop.requested
-        if not is_over or index + 1 == len(self.setups):
+        if not self._is_at_border or self.stop.requested:
             return
         self.saver.finish()  # what is being saved lies where the state is now
         with self.account.measure("checkpoint"), running("the change of phase"):
@@ -201,13 +205,17 @@ class TrainingLoop:
         self._enter(index + 1)
         for line in notes:
             self.console.note(line)
-        if recompile:
-            with self.account.measure("compile"):
-                assert self.ahead is not None, "recompiled before `compile`"
-                self.programs = self.ahead.take(index + 1)
-            self.history.add_phase(step, self.programs.reports)
-            self.observers.observe(PhaseBegun(step, self.setup.describe_phase(), self.programs.reports))
-            self.times.begin_phase()
+        with self.account.measure("compile"):
+            assert self.ahead is not None, "changed phases before `compile`"
+            self.programs = self.ahead.take(index + 1)
+        self.history.add_phase(step, self.programs.reports)
+        self.observers.observe(PhaseBegun(step, self.setup.describe_phase(), self.programs.reports))
+        self.times.begin_phase()
+
+    @property
+    def _is_at_border(self) -> bool:
+        phase = self.setup.phase
+        return self.progress.step >= phase.last_step and phase.index + 1 < len(self.setups)
 
     def _enter(self, index: int) -> None:
         self.setup = self.setups[index]
@@ -244,7 +252,7 @@ class TrainingLoop:
         self.trace.close()
         for setup in self.setups:
             setup.batches.close()
-        if self.ahead is not None:
-            self.ahead.close()
         self.saver.close()
         self.observers.close()
+        if self.ahead is not None:
+            self.ahead.close()

@@ -55,7 +55,13 @@ class RunningWindow:
           stop: the stop signals.
         """
         config, step = self._setup.config, self._first_step + self.num_steps - 1
-        periods = (config.log_every_num_steps, config.evaluation.every_num_steps, config.checkpoint.every_num_steps)
+        at_length = config.evaluation.lengths_every_num_steps if config.evaluation.lengths else None
+        periods = (
+            config.log_every_num_steps,
+            config.evaluation.every_num_steps,
+            at_length or config.evaluation.every_num_steps,
+            config.checkpoint.every_num_steps,
+        )
         is_due = step == self._setup.phase.last_step or any(step % period == 0 for period in periods)
         return self.num_steps > 0 and (times.first_s is None or stop.requested or is_due)
 

@@ -45,9 +45,20 @@ def test_phases_end_in_an_evaluation_and_a_step_has_one(config, tmp_path, capsys
     told = capsys.readouterr().out
     assert "accuracy, step 2 → step 4" in told
     assert (workdir.path / "retrieval.png").read_bytes().startswith(b"\x89PNG")
-    # Resuming a run that is done evaluates nothing again.
+    # A run that begins with the state of this one is evaluated, too, every few steps.
+    evaluation = dataclasses.replace(config.evaluation, lengths=(300,), lengths_every_num_steps=3)
+    own = {"phases": (), "num_steps": 5, "init_from": str(workdir.path), "init_optimizer": "carry"}
+    following = claim_workdir(tmp_path / "following", dataclasses.replace(config, evaluation=evaluation, **own))
+    carried = dataclasses.replace(config, evaluation=evaluation, **own)
+    assert train(carried, following, command=["test"], started=time.perf_counter()) == 0
+    assert {line.step for line in read_lines(following.path / "evaluations.jsonl")} == {3, 5}
+    # Resuming a run that is done evaluates nothing again, unless other lengths are asked for.
     assert train(config, workdir, command=["again"], started=time.perf_counter()) == 0
     assert read_lines(workdir.path / "evaluations.jsonl") == lines
+    shorter = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, lengths=(300,)))
+    assert train(shorter, workdir, command=["again"], started=time.perf_counter()) == 0
+    added = read_lines(workdir.path / "evaluations.jsonl")[len(lines) :]
+    assert {(line.step, line.length) for line in added if line.kind == RETRIEVAL} == {(4, 300)}
 
 
 def test_what_cannot_be_asked_is_refused_before_a_device_starts(config):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -13,12 +15,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 from kernels import CausalMask, LocalMask
+from layers import RopeScaling
 from trainer.compile.out_of_memory import OutOfMemory
 from trainer.compile.programs import AheadOfTime
 from trainer.config import CheckpointConfig, EvaluationConfig, MeshConfig, OptimizerConfig, Phase, TrainConfig
 from trainer.config.file import config_from_json, config_to_json, load_config
 from trainer.config.resume_changes import refuse_other_phases
 from trainer.errors import UserMistake
+from trainer.loop.window import RunningWindow
+from trainer.observers.observer import VALIDATION_LOSS
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
@@ -94,6 +99,45 @@ def test_a_run_resumes_in_any_phase_to_the_bit(phased, finished, tmp_path, step)
     assert read_metrics(path) == read_metrics(finished)
     states = [json.loads((each / "checkpoints" / "7" / "run.json").read_text())["data"] for each in (path, finished)]
     assert states[0] == states[1]
+
+
+def test_a_stop_while_the_phase_changes_loses_nothing(phased, finished, tmp_path, monkeypatch):
+    """The last phase has other stacks of layers than the one before, whose checkpoint the border's is."""
+    take = AheadOfTime.take
+
+    def stop_amid(ahead, index):
+        if index == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(ahead, index)
+
+    # Step 4 is saved for its phase's end alone.
+    config = dataclasses.replace(phased, checkpoint=CheckpointConfig(every_num_steps=100))
+    workdir = claim_workdir(tmp_path / "run", config)
+    with monkeypatch.context() as patch:
+        patch.setattr(AheadOfTime, "take", stop_amid)
+        assert train(config, workdir, command=["test"], started=time.perf_counter()) == 75
+    assert sorted(path.name for path in workdir.checkpoints.iterdir()) == ["2", "4"]
+    assert train(config, workdir, command=["again"], started=time.perf_counter()) == 0
+    assert_same_state(read_state(workdir.path, 7), read_state(finished, 7))
+    assert read_metrics(workdir.path) == read_metrics(finished)
+
+
+def test_a_stop_in_a_phases_last_step_leaves_its_evaluation_to_the_resumption(phased, finished, tmp_path, monkeypatch):
+    wait = RunningWindow.wait
+
+    def stop_amid(window, state):
+        if window._first_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait(window, state)
+
+    workdir = claim_workdir(tmp_path / "run", phased)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningWindow, "wait", stop_amid)
+        assert train(phased, workdir, command=["test"], started=time.perf_counter()) == 75
+    assert [row["step"] for row in read_metrics(workdir.path) if VALIDATION_LOSS in row] == [2, 3]
+    assert train(phased, workdir, command=["again"], started=time.perf_counter()) == 0
+    assert_same_state(read_state(workdir.path, 7), read_state(finished, 7))
+    assert read_metrics(workdir.path) == read_metrics(finished)
 
 
 def test_two_phases_are_two_runs_joined_by_init_from(base, tmp_path):
@@ -180,6 +224,13 @@ def test_phases_are_read_back(phased):
         ((Phase(num_steps=3), Phase(mesh=MeshConfig(data=2))), r"phases\[1\]: mesh=.* another number of devices"),
         ((Phase(num_steps=3), Phase(optimizer=OptimizerConfig(num_warmup_steps=9))), r"phases\[1\]: .*warmup_steps=9"),
         ((Phase(num_steps=3), Phase(optimizer=OptimizerConfig(kind="muon", num_warmup_steps=0))), "moments of 'adamw'"),
+        (
+            (
+                Phase(num_steps=3, rope_scaling=RopeScaling("linear", 4.0)),
+                Phase(rope_scaling=RopeScaling("linear", 2.0)),
+            ),
+            r"phases\[1\]: rope_scaling.factor=2.0 is less than the 4.0 before",
+        ),
         ((Phase(num_steps=3), Phase(masks=(CausalMask(),) * 4)), r"phases\[1\]: model.masks has 4 entries"),
     ],
 )
@@ -209,6 +260,8 @@ def test_phases_that_are_made_stay(phased):
     refuse_other_phases(phased, with_phases(first, second, last, num_steps=20), 6)
     with pytest.raises(UserMistake, match=r"model\.rope_base: 10000\.0 in phases"):
         refuse_other_phases(phased, with_phases(first, dataclasses.replace(second, rope_layers="all"), last), 4)
+    with pytest.raises(UserMistake, match=r"the config has 1 phases, and the checkpoint of step 4 is of phases\[1\]"):
+        refuse_other_phases(phased, with_phases(Phase()), 4)
     with pytest.raises(UserMistake, match=r"phases\[0\] takes steps 1 to 1, and those of the checkpoint, 1 to 2,"):
         refuse_other_phases(phased, with_phases(dataclasses.replace(first, num_steps=1), second, last), 4)
     with pytest.raises(UserMistake, match=r"phases\[1\] ends after step 3, and the checkpoint of step 4"):
