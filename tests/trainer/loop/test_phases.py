@@ -22,7 +22,7 @@ from trainer.config import CheckpointConfig, EvaluationConfig, MeshConfig, Optim
 from trainer.config.file import config_from_json, config_to_json, load_config
 from trainer.config.resume_changes import refuse_other_phases
 from trainer.errors import UserMistake
-from trainer.loop.window import RunningWindow
+from trainer.loop.training_loop import TrainingLoop
 from trainer.observers.observer import VALIDATION_LOSS
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import make_step_functions
@@ -101,20 +101,27 @@ def test_a_run_resumes_in_any_phase_to_the_bit(phased, finished, tmp_path, step)
     assert states[0] == states[1]
 
 
+def stop(loop: TrainingLoop) -> None:
+    """Sends a stop signal, and returns once the run knows."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not loop.stop.requested:
+        time.sleep(0.01)
+
+
 def test_a_stop_while_the_phase_changes_loses_nothing(phased, finished, tmp_path, monkeypatch):
     """The last phase has other stacks of layers than the one before, whose checkpoint the border's is."""
-    take = AheadOfTime.take
+    enter = TrainingLoop._enter
 
-    def stop_amid(ahead, index):
-        if index == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return take(ahead, index)
+    def stop_amid(loop, index):
+        if index == 2:  # the state is the next phase's already, and its programs are still to come
+            stop(loop)
+        enter(loop, index)
 
     # Step 4 is saved for its phase's end alone.
     config = dataclasses.replace(phased, checkpoint=CheckpointConfig(every_num_steps=100))
     workdir = claim_workdir(tmp_path / "run", config)
     with monkeypatch.context() as patch:
-        patch.setattr(AheadOfTime, "take", stop_amid)
+        patch.setattr(TrainingLoop, "_enter", stop_amid)
         assert train(config, workdir, command=["test"], started=time.perf_counter()) == 75
     assert sorted(path.name for path in workdir.checkpoints.iterdir()) == ["2", "4"]
     assert train(config, workdir, command=["again"], started=time.perf_counter()) == 0
@@ -123,16 +130,16 @@ def test_a_stop_while_the_phase_changes_loses_nothing(phased, finished, tmp_path
 
 
 def test_a_stop_in_a_phases_last_step_leaves_its_evaluation_to_the_resumption(phased, finished, tmp_path, monkeypatch):
-    wait = RunningWindow.wait
+    evaluate = TrainingLoop.evaluate_if_due
 
-    def stop_amid(window, state):
-        if window._first_step == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        wait(window, state)
+    def stop_before(loop):
+        if loop.progress.step == 4:
+            stop(loop)
+        evaluate(loop)
 
     workdir = claim_workdir(tmp_path / "run", phased)
     with monkeypatch.context() as patch:
-        patch.setattr(RunningWindow, "wait", stop_amid)
+        patch.setattr(TrainingLoop, "evaluate_if_due", stop_before)
         assert train(phased, workdir, command=["test"], started=time.perf_counter()) == 75
     assert [row["step"] for row in read_metrics(workdir.path) if VALIDATION_LOSS in row] == [2, 3]
     assert train(phased, workdir, command=["again"], started=time.perf_counter()) == 0
