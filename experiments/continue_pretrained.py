@@ -14,7 +14,7 @@ Hardware and expected numbers:
 A context longer than the model's own takes RoPE scaling, unless config.json has it: --model.rope-scaling.kind yarn
 --model.rope-scaling.factor 4 --model.rope-scaling.original-context-length 8192.
 
-Data: the Python standard library's own sources. For your own see `data` in trainer/config/train_config.py.
+Data: the Python standard library's own sources. For your own see `data` in trainer/config/sections.py.
 """
 
 from layers import GPTConfig

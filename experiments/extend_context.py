@@ -17,7 +17,7 @@ Other lengths, batches or meshes: `--phases 64k,256k` on experiments/continue_pr
 flags. With `--write-page my_extension.py`, it writes them out as a page to edit.
 
 Data: the Python standard library's own sources, of which few are as long as a sequence; a long context is learned from
-long documents. For your own see `data` in trainer/config/train_config.py.
+long documents. For your own see `data` in trainer/config/sections.py.
 """
 
 from layers import GPTConfig

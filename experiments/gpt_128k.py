@@ -20,7 +20,7 @@ Hardware and expected numbers:
     --batch-size 2 --gradient-accumulation 2 --mesh.context 2`.
     One device: refused, with the number that there is. `--mesh.context 1` trains on it, at half the speed.
 
-Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/train_config.py.
+Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/sections.py.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ Hardware and expected numbers:
     experiments/benchmarks/results/train_throughput_h200.jsonl.
     There is no small version of this page: without an accelerator it refuses, and experiments/gpt_32k.py has one.
 
-Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/train_config.py.
+Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/sections.py.
 """
 
 import dataclasses

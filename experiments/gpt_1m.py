@@ -19,7 +19,7 @@ Hardware and expected numbers:
     One device: refused, with the number that there is.
 
 Data: the Python standard library's own sources, as bytes, as one text: a million tokens of it are all before a token,
-whichever document they are of. For your own see `data` in trainer/config/train_config.py.
+whichever document they are of. For your own see `data` in trainer/config/sections.py.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ Hardware and expected numbers:
     CPU: 0.6M parameters, 3 layers of which the last is global and the others see 1,024 tokens. See
     experiments/benchmarks/results/gpt_32k_cpu.json for a run on two cores: seconds, memory and losses.
 
-Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/train_config.py.
+Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/sections.py.
 """
 
 from kernels import CausalMask, LocalMask

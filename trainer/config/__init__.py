@@ -1,8 +1,7 @@
 """All settings of a run: the config classes, which a config page imports from here."""
 
 from layers.token_choice import TokenChoice
-from trainer.config.sources import LengthWeight, SourceConfig
-from trainer.config.train_config import (
+from trainer.config.sections import (
     CheckpointConfig,
     CompilationConfig,
     ContextConfig,
@@ -12,14 +11,13 @@ from trainer.config.train_config import (
     LossImplementation,
     MeshConfig,
     OptimizerConfig,
-    Phase,
-    RunPhase,
     SamplesConfig,
     TensorConfig,
-    TrainConfig,
     WandbConfig,
     WatchdogConfig,
 )
+from trainer.config.sources import LengthWeight, SourceConfig
+from trainer.config.train_config import Phase, RunPhase, TrainConfig
 
 __all__ = [
     "CheckpointConfig",

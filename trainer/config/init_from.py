@@ -21,7 +21,8 @@ from layers.pretrained import config_from_huggingface
 from layers.pretrained.families import find_family
 from layers.pretrained.folder import inside, read_config
 from trainer.config.file import load_saved_config
-from trainer.config.train_config import DataConfig, TrainConfig, check_path
+from trainer.config.sections import DataConfig, check_path
+from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 from trainer.files.paths import refuse_unusual
 
@@ -49,6 +50,8 @@ class InitialModel:
     """As `data.begin_of_document_token`."""
     context_length: int | None = None
     """Tokens that it was trained on at most; None: unknown."""
+    optimizer_kind: str | None = None
+    """Of a run's moments, as `optimizer.kind`; None: the folder is no workdir."""
 
     def under(self, page: TrainConfig, flags: Mapping[str, Any], *, is_saved: bool = False) -> TrainConfig:
         """The config file's config with the folder's model and tokenizer, where nothing is set on top of them.
@@ -79,8 +82,19 @@ class InitialModel:
         """Checks a config with its flags applied.
 
         Raises:
-          UserMistake: its layers aren't the folder's, or its model can't be trained on its mesh, or in a phase.
+          UserMistake: its layers aren't the folder's, its model can't be trained on its mesh or in a phase, or it is
+            to go on with moments that the folder doesn't hold.
         """
+        if config.init_optimizer == "carry" and self.optimizer_kind is None:
+            raise UserMistake(
+                f"init_optimizer='carry' needs a run's workdir as init_from, and {str(self.folder)!r} holds no "
+                "checkpoints; leave it out to begin with fresh moments"
+            )
+        if config.init_optimizer == "carry" and self.optimizer_kind != config.optimizer.kind:
+            raise UserMistake(
+                f"init_optimizer='carry': the moments in {str(self.folder)!r} are of {self.optimizer_kind}, and "
+                f"optimizer.kind={config.optimizer.kind!r}; set it to that, or leave init_optimizer out"
+            )
         model = config.model
         for index, (ours, theirs) in enumerate(zip(_layers(model), _layers(self.model), strict=True)):
             if ours != theirs:
@@ -185,7 +199,8 @@ def read_initial_model(init_from: str) -> InitialModel:
         held = load_newest_phase(folder)
         tokenizer = held.data.known_tokenizer
         end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
-        return InitialModel(folder, held.model, tokenizer, end, begin, _trained_length_of_run(folder, held))
+        length = _trained_length_of_run(folder, held)
+        return InitialModel(folder, held.model, tokenizer, end, begin, length, held.optimizer.kind)
     try:
         model = config_from_huggingface(folder)
         context_length = trained_length(read_config(folder), folder)

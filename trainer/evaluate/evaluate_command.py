@@ -9,8 +9,8 @@ from pathlib import Path
 
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config.file import flag_types
+from trainer.config.sections import check_path
 from trainer.config.suggestions import did_you_mean_field
-from trainer.config.train_config import check_path
 from trainer.errors import UserMistake
 from trainer.evaluate.tasks import RULER, TASKS
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config.file import flag_types
-from trainer.config.train_config import check_path
+from trainer.config.sections import check_path
 from trainer.errors import UserMistake
 
 PROGRAM = "python -m trainer.export"

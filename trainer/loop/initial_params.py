@@ -49,27 +49,17 @@ def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[Tr
       The state before the first step, and the record's entry about it.
 
     Raises:
-      UserMistake: the folder is no workdir, its optimizer is of another kind, or processes see different folders.
+      UserMistake: processes see different folders.
       TrainingFailed: every checkpoint is damaged, or can't be read.
     """
     config, functions = setup.config, setup.functions
     assert config.init_from is not None
     folder, begun = Path(config.init_from).expanduser().absolute(), time.perf_counter()
-    if not is_workdir(folder):
-        raise UserMistake(
-            f"init_optimizer='carry' needs a run's workdir as init_from, and {str(folder)!r} holds no checkpoints; "
-            "leave it out to begin with fresh moments"
-        )
     saved = open_saved_run(folder, setting="init_from")
     for damaged in saved.checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
-    held = saved.config
-    if held.optimizer.kind != config.optimizer.kind:
-        raise UserMistake(
-            f"init_optimizer='carry': the moments in {str(folder)!r} are of {held.optimizer.kind}, and "
-            f"optimizer.kind={config.optimizer.kind!r}; set it to that, or leave init_optimizer out"
-        )
-    model = dataclasses.replace(config.model, masks=held.model.masks, layer_overrides=held.model.layer_overrides)
+    held = saved.config.model
+    model = dataclasses.replace(config.model, masks=held.masks, layer_overrides=held.layer_overrides)
     layout = dataclasses.replace(config, model=model)
     abstract = make_step_functions(layout, functions.mesh).abstract_state
     checkpoint = saved.checkpoint

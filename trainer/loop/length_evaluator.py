@@ -49,6 +49,7 @@ class LengthEvaluator:
     def __init__(self, workdir: Path, account: TimeAccount, console: Console, observers: Observers, peers: Peers):
         self._workdir, self._account, self._console = workdir, account, console
         self._observers, self._peers = observers, peers
+        self._forward: tuple[Setup, TokenForward] | None = None  # of the newest phase, which compiles once
         self.is_evaluating = False
         """True inside an evaluation, which compiles and may take long. Any thread may ask."""
 
@@ -84,7 +85,9 @@ class LengthEvaluator:
 
     def _measure(self, setup: Setup, state: TrainState) -> list[Line]:
         lengths = sorted(setup.run.evaluation.lengths)
-        forward = TokenForward(setup.config, setup.functions.mesh, lengths[-1])
+        if self._forward is None or self._forward[0] is not setup:
+            self._forward = setup, TokenForward(setup.config, setup.functions.mesh, lengths[-1])
+        forward = self._forward[1]
         documents = setup.corpus.validation
         chosen = ChosenDocuments.choose(documents, lengths, _NUM_DOCUMENTS, setup.run.seed)
         nats = [losses.nats for losses in forward(state.params, chosen.streams(documents))]

@@ -93,6 +93,15 @@ def test_what_belongs_to_the_parameters_is_left_out_or_the_same(pretrained, fold
     assert of_flags == f"{told}vocab_size=50304 (there 304); leave this out: a model's shape comes with its parameters"
 
 
+def test_moments_are_carried_from_a_run_with_the_same_optimizer_alone(folder, config_file):
+    told = f"init_optimizer='carry' needs a run's workdir as init_from, and '{folder}' holds no checkpoints; leave"
+    assert refusal(config_file(), "--init-from", folder, "--init-optimizer", "carry").startswith(told)
+    carried = TrainConfig("page", OTHER, num_steps=200, init_from=str(folder), init_optimizer="carry")
+    InitialModel(folder, OTHER, "byte", optimizer_kind="adamw").check(carried)
+    with pytest.raises(UserMistake, match=r"are of muon, and optimizer\.kind='adamw'; set it to that, or leave"):
+        InitialModel(folder, OTHER, "byte", optimizer_kind="muon").check(carried)
+
+
 def test_a_meshs_divisors_are_checked_against_the_folders_model(folder, config_file):
     # 12 heads, the default, can't be split in 8, nor the folder's 2 key/value heads in 4.
     page = config_file(rest=f"init_from={str(folder)!r}, mesh=MeshConfig(tensor=8)")
