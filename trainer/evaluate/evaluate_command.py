@@ -40,8 +40,9 @@ class EvaluateCommand:
     """Depths in the context at which a needle is hidden, evenly spread from its beginning to its end."""
     examples: int = 1
     """Contexts of each task, length and depth; of a task without depths as many as of all depths together."""
-    questions: int = 4
-    """Questions about one context, of tasks that can ask several."""
+    questions: int = 1
+    """Questions about one context, whose keys and values they share. Each question of a needle task adds its own needles,
+    so more than one makes the task harder than RULER's."""
     documents: int = 8
     """Documents at most that each loss is measured on: as many of the longest, and of each power of two in length."""
     files: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from trainer.data import Documents
 from trainer.evaluate.results import Line
 
 NUM_LAST = 512
-"""Tokens at the end of a context whose loss shows what the rest of it is worth; fewer if the shortest has few."""
+"""Tokens at the end of a document whose loss shows what context is worth; fewer if the shortest context has few."""
 _FIRST_EDGE = 16
 
 
@@ -38,7 +38,7 @@ class ChosenDocuments:
     Attributes:
       lengths: those of the command that some document fills, rising.
       long: documents as long as the longest of these, cut to it.
-      contexts: for each other length the ends of the same documents, with as much context.
+      contexts: for each length the end of each of these documents, with as much context.
       others: documents of all lengths, whole or cut to the longest; the long ones are left out.
     """
 
@@ -64,7 +64,8 @@ class ChosenDocuments:
         longest = filled[-1] if filled else lengths[-1]
         is_long = num_targets[order] >= longest
         long = order[is_long][:num_documents].tolist() if filled else []
-        contexts = [DocumentPart(index, longest - length, longest) for index in long for length in filled[:-1]]
+        ends = [(index, int(num_targets[index])) for index in long]
+        contexts = [DocumentPart(index, end - length, end) for index, end in ends for length in filled]
         shorter = order[~is_long]
         bucket_of = np.frexp(num_targets[shorter] - 1)[1]  # 2 to this power is at least the length
         others = [
@@ -98,7 +99,7 @@ class ChosenDocuments:
             for low, high in _position_bins(max((part.stop for part in self.long), default=0))
         ]
         for length in self.lengths:
-            ends = [each for each in (*of_contexts, *of_long) if len(each) == length]
+            ends = [each for each in of_contexts if len(each) == length]
             # The same tokens at every length, each with half of the shortest context at least.
             num_last = min(NUM_LAST, -(-self.lengths[0] // 2))
             lines.append(_line("loss_of_last_tokens", length, [each[-num_last:] for each in ends]))

@@ -24,7 +24,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float | None": (float, int, type(None)),
 }
 _NAMES = {
-    "loss_of_last_tokens": "loss of the last tokens after a context",
+    "loss_of_last_tokens": "loss of the last tokens, given so many",
     "loss_by_document_length": "loss of documents by length",
     "short_context_loss": "loss of documents cut to the shortest length",
 }

@@ -47,7 +47,9 @@ def test_the_parts_are_the_documents_tokens(documents):
     assert len(long) == 3
     assert all(NUM_TARGETS[document] >= 256 for document in long)
     assert {(part.document, part.start, part.stop) for part in plan.contexts} == {
-        (document, 256 - length, 256) for document in long for length in (32, 64)
+        (document, NUM_TARGETS[document] - length, NUM_TARGETS[document])
+        for document in long
+        for length in (32, 64, 256)
     }
     # One of ≤ 8 targets, three of ≤ 64 and two of ≤ 128; all of the longer ones count as long.
     assert sorted(NUM_TARGETS[part.document] for part in plan.others) == [5, 33, 40, 64, 65, 100]
@@ -64,9 +66,10 @@ def test_bins_hold_the_means_of_single_tokens(documents):
         for target in range(256):
             high = max(16, 2 ** math.floor(math.log2(target) + 1)) if target else 16
             expected["loss_by_position", high].append(loss_of(document, 0, target))
+        end = NUM_TARGETS[document]
         for length in lengths:
-            for target in range(240, 256):  # half of the shortest context
-                expected["loss_of_last_tokens", length].append(loss_of(document, 256 - length, target))
+            for target in range(end - 16, end):  # half of the shortest context
+                expected["loss_of_last_tokens", length].append(loss_of(document, end - length, target))
     for part in (*plan.long, *plan.others):
         for target in range(part.stop):
             bucket = 2 ** math.ceil(math.log2(part.stop))
@@ -136,8 +139,8 @@ def test_the_tables_show_before_and_after():
         "accuracy, step 100 → step 300         4k       32k",
         "niah_single                    50% → 88%  0% → 75%",
         "",
-        "nats per token, step 100 → step 300                 4k",
-        "loss of the last tokens after a context  3.500 → 3.250",
+        "nats per token, step 100 → step 300                4k",
+        "loss of the last tokens, given so many  3.500 → 3.250",
     ]
     alone = [line for line in LINES if line.step == 300]
     assert describe(alone, 300).splitlines()[:2] == ["accuracy      4k  32k", "niah_single  88%  75%"]
