@@ -8,14 +8,17 @@ doesn't.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from kernels.masks.intervals import Integers, TileKind, array_namespace
+from kernels.plan.intervals import Intervals, kind_of
 
 
 class Rows(NamedTuple):
@@ -26,10 +29,13 @@ class Rows(NamedTuple):
         `full_start:full_stop` are FULL. Without FULL tiles both are `stop`, and all four are 0 in an empty row.
         Of a list (first entry, number of PARTIAL tiles, 0, number of tiles).
       tiles: int32, the lists; None for intervals.
+      columns: beside intervals, of each column the rows that may visit it, as `bounds` of an interval; None: all may.
+        Then a tile's kind is the lower one of those by its row's interval and by its column's (`Row.kind_by_column`).
     """
 
     bounds: Int[Integers, "W R 4"]
     tiles: Int[Integers, "W n"] | None
+    columns: Int[Array, "B C 4"] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -47,13 +53,33 @@ class Rows(NamedTuple):
         full_start, full_stop = xp.where(has_full, full_start, stop), xp.where(has_full, full_stop, stop)
         return Rows(xp.stack([start, full_start, full_stop, stop], axis=-1).astype(xp.int32), None)
 
+    def narrowed(self, within: Intervals) -> Rows:
+        """Rows of intervals, less the tiles outside other intervals `[B, R]`."""
+        start, full_start, full_stop, stop = (self.bounds[..., i] for i in range(4))
+        return Rows.from_intervals(
+            jnp.maximum(start, within.start),
+            jnp.maximum(full_start, within.full_start),
+            jnp.minimum(full_stop, within.full_stop),
+            jnp.minimum(stop, within.stop),
+        )
+
     def read(self, batch, row, shift=None) -> Row:
         """One row, of the arrays or of references to them within a kernel; `shift` rotates an interval's FULL tiles."""
-        batch = batch if self.bounds.shape[0] > 1 else 0
-        a, b, c, d = (self.bounds[batch, row, i] for i in range(4))
+        own = batch if self.bounds.shape[0] > 1 else 0
+        a, b, c, d = (self.bounds[own, row, i] for i in range(4))
         if self.tiles is not None:
-            return Row(num_tiles=d, num_partial=b, first=(batch, a), tiles=self.tiles)
-        return Row(num_tiles=d - a, num_partial=(b - a) + (d - c), first=(a, b, c), shift=shift)
+            return Row(num_tiles=d, num_partial=b, first=(own, a), tiles=self.tiles)
+        kind_by_column = None
+        if self.columns is not None:
+            kind_by_column = functools.partial(self._kind_by_column, batch, row)
+        num_partial = (b - a) + (d - c)
+        return Row(
+            num_tiles=d - a, num_partial=num_partial, first=(a, b, c), shift=shift, kind_by_column=kind_by_column
+        )
+
+    def _kind_by_column(self, batch, row, column):
+        assert self.columns is not None
+        return kind_of(row, *(self.columns[batch, column, i] for i in range(4)))
 
 
 @dataclass(frozen=True)
@@ -65,6 +91,7 @@ class Row:
       first: of an interval its first three bounds, of a list (element of the batch, first entry).
       tiles: the lists, or None.
       shift: by how many an interval's FULL tiles are rotated, or None.
+      kind_by_column: the tile kind of a tile by its column; None if columns have no say.
     """
 
     num_tiles: Any
@@ -72,6 +99,7 @@ class Row:
     first: tuple[Any, ...]
     tiles: Any = None
     shift: Any = None
+    kind_by_column: Callable[[Any], Any] | None = None
 
     def tile(self, rank):
         """The rank-th tile, PARTIAL ones first."""

@@ -11,6 +11,7 @@ import pytest
 
 from kernels import (
     BlockwiseTuning,
+    Bounds,
     LocalMask,
     MosaicBackwardTuning,
     MosaicForwardTuning,
@@ -74,7 +75,7 @@ def run_case(case, rng, attend, *, dtype=jnp.float32, with_lse=True):
     arrays, keywords, cotangents = case.inputs(rng, dtype)
     actual = compiled_value_and_gradients(attend, arrays, keywords, cotangents, with_lse=with_lse)
     exact = [None if x is None else x.astype(jnp.float32) for x in arrays]
-    traced_keywords = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
+    traced_keywords = {name: x for name, x in keywords.items() if isinstance(x, jax.Array | Bounds)}
     expected = compiled_reference(case, with_lse)(exact, traced_keywords, cotangents)
     assert actual[0].dtype == dtype
     assert_close(actual, expected, dtype)

@@ -35,6 +35,8 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} holds"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
+    if call.bounds:
+        return "has no bounds"
     if interpreted or tuning is None:
         return None
     from kernels.backends.mosaic_gpu.shared_memory import shared_memory_excess
