@@ -290,13 +290,19 @@ def test_splash_in_bfloat16(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH), dtype=jnp.bfloat16)
 
 
+# Several tiles to a row, so that rows have holes and tiles without a mask.
+BOUNDED = [
+    dataclasses.replace(case, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1)
+    for case in CASES
+    if case.bounds is not None
+]
 MOSAIC_GPU_REFUSES = {"numpy_mask", "negative_scale"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward", ["fused", "split"])
-@pytest.mark.parametrize("case", CASES + LONG + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
+@pytest.mark.parametrize("case", CASES + LONG + BOUNDED + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
 def test_mosaic_gpu(case, backward, dtype, rng):
     attend = through_implementation(case, MosaicGpuTuning(backward))
     if case.name in MOSAIC_GPU_REFUSES:
@@ -321,7 +327,7 @@ def test_mosaic_gpu_hides_no_nan(case, backward, dtype, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES + LONG if case.name not in MOSAIC_GPU_REFUSES],
+    [case for case in CASES + LONG + BOUNDED if case.name not in MOSAIC_GPU_REFUSES],
     ids=lambda case: f"{case.name}-{case.q_len}",
 )
 @pytest.mark.parametrize("backward", ["fused", "split"])
@@ -418,14 +424,6 @@ INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwar
 )
 def test_mosaic_gpu_interpreted(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
-
-
-# Several tiles to a row, so that rows have holes and tiles without a mask.
-BOUNDED = [
-    dataclasses.replace(case, batch=2, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1)
-    for case in CASES
-    if case.bounds is not None
-]
 
 
 @pytest.mark.sample(4)
