@@ -16,6 +16,7 @@ from kernels import (
     MosaicBackwardTuning,
     MosaicForwardTuning,
     MosaicGpuTuning,
+    NumpyMask,
     PrefixMask,
     SplashTuning,
     Target,
@@ -275,6 +276,11 @@ def test_splash_with_the_fused_backward(case, rng):
 def test_splash_in_tiles_of_several_sizes(case, rng):
     sizes = SplashTuning(128, 256, 128, 256, 256, 128, 256, 128, interpret=True)
     run_case(case, rng, through_implementation(case, sizes))
+
+
+def test_splash_looks_up_no_pairs_of_a_full_tile_that_documents_cut(rng):
+    case = Case("looked_up", NumpyMask(np.tri(289, dtype=bool)), q_len=289, kv_len=289, segments="packed")
+    run_case(case, rng, through_implementation(case, SPLASH))
 
 
 @by_name(("case", "backward", "dtype"), [(SPOILED[0], "split", jnp.float32), (SPOILED[1], "fused", jnp.bfloat16)])

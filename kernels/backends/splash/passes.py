@@ -54,11 +54,16 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     if jax.tree.leaves(tokens):
         inputs = AttentionInputs(*(None,) * 4, *(x if x is None else x[None] for x in tokens))  # type: ignore[arg-type]
         calls = (call._replace(mask=mask, batch=1) for mask in distinct)
-        narrowed = [
-            tile_kinds_at(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
-            for each, tiles in zip(calls, grid.tiles, strict=True)
-        ]
-        tile_kinds = jnp.minimum(grid.tile_kinds, jnp.stack(narrowed)).astype(jnp.int8)
+        narrowed = jnp.stack(
+            [
+                tile_kinds_at(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
+                for each, tiles in zip(calls, grid.tiles, strict=True)
+            ]
+        )
+        if call.mask.needs_lookup:
+            # Tiles that are PARTIAL by their documents alone have no block of pairs. The kernel compares ids in every tile.
+            narrowed = jnp.where(narrowed == TileKind.EMPTY, TileKind.EMPTY, TileKind.FULL)
+        tile_kinds = jnp.minimum(grid.tile_kinds, narrowed).astype(jnp.int8)
 
     mask_next = partial = function = None
     q_positions: Any = None
