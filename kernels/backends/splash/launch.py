@@ -1,8 +1,8 @@
 """Launches JAX's splash attention kernels with what its own `pallas_call`s don't pass on.
 
 The kernels' bodies are upstream's. They aren't public; a test holds their signatures, the same from JAX 0.10.2 to 0.12.
-Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions, bounds and the
-number of the head's mask: heads with different masks share one kernel, and heads with the same mask share one table.
+Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions, bounds and
+the number of the head's mask: heads with different masks share one kernel, and heads with the same mask share one table.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 """

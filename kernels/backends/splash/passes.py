@@ -64,7 +64,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
             ]
         )
         if call.mask.needs_lookup:
-            # Tiles that are PARTIAL by their documents alone have no block of pairs. The kernel compares ids in every tile.
+            # Tiles that are PARTIAL by their documents alone have no block of pairs. The kernel compares ids in each tile.
             narrowed = jnp.where(narrowed == TileKind.EMPTY, TileKind.EMPTY, TileKind.FULL)
         tile_kinds = jnp.minimum(grid.tile_kinds, narrowed).astype(jnp.int8)
 
@@ -98,7 +98,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
 
 def _tokens_in_kernel(tokens: Tokens, call: AttentionCall, walk: Pass) -> dict[str, Int[Array, " padded"]]:
     """What the kernel reads beside segment ids and query positions (`PassMask.tokens`)."""
-    found = {name: getattr(tokens.bounds, name) for name in call.bounds}
+    found: dict[str, Any] = {name: getattr(tokens.bounds, name) for name in call.bounds}
     if call.has_key_value_positions:
         found["kv_positions"] = tokens.key_value_positions
     return {name: _to_whole(x, walk.block_q if name in OF_QUERIES else walk.block_kv) for name, x in found.items()}
