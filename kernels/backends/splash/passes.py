@@ -64,7 +64,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
             ]
         )
         if call.mask.needs_lookup:
-            # Tiles that are PARTIAL by their documents alone have no block of pairs. The kernel compares ids in each tile.
+            # Tiles that are PARTIAL by documents alone have no block of pairs. The kernel compares ids in all tiles.
             narrowed = jnp.where(narrowed == TileKind.EMPTY, TileKind.EMPTY, TileKind.FULL)
         tile_kinds = jnp.minimum(grid.tile_kinds, narrowed).astype(jnp.int8)
 
