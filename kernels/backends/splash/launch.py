@@ -2,7 +2,7 @@
 
 The kernels' bodies are upstream's. They aren't public; a test holds their signatures, the same from JAX 0.10.2 to 0.12.
 Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions, bounds and
-the number of the head's mask: heads with different masks share one kernel, and heads with the same mask share one table.
+the number of the head's mask: heads with different masks share one kernel, and those with the same mask one table.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
