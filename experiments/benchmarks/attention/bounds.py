@@ -41,9 +41,11 @@ def draw_bounds(name: BoundsName, length: int, rng: np.random.Generator) -> Boun
     block = index // _IMAGE
     is_image = (rng.random(block[-1] + 1) < 0.5)[block]
     ends = np.where(is_image, (block + 1) * _IMAGE, index + 1)
-    if starts is not None:
-        starts = jnp.asarray(np.where(is_image, np.minimum(starts, block * _IMAGE), starts), jnp.int32)
-    return Bounds(k_start=starts, k_end=jnp.asarray(ends, jnp.int32))
+    bounds = Bounds(k_end=jnp.asarray(ends, jnp.int32))
+    if starts is None:
+        return bounds
+    starts = np.where(is_image, np.minimum(starts, block * _IMAGE), starts)
+    return bounds._replace(k_start=jnp.asarray(starts, jnp.int32))
 
 
 def _grow(ends: np.ndarray, start: int, stop: int, rng: np.random.Generator) -> None:
