@@ -25,6 +25,7 @@ from jaxtyping import Array, Int, Shaped
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.exchanges import halo_chunks
 from kernels.context.rank import Rank
+from kernels.context.spans import Spans
 from kernels.context.split import Split
 from kernels.masks import LocalMask, Mask
 
@@ -185,6 +186,12 @@ class Runs(NamedTuple):
         if self.call.mask.window is None:
             query_positions = query_order if positions is None else self.cut(positions)
             key_positions = key_order if positions is None else self.with_halos(positions)
+        bounds = inputs.bounds
+        if bounds is not None:
+            queries, keys = (Spans(order[:, :1], order.shape[1]) for order in (query_order, key_order))
+            bounds = bounds.map(
+                lambda k: keys.num_before(self.cut(k)), lambda q: queries.num_before(self.with_halos(q))
+            )
         return AttentionInputs(
             self.cut(inputs.query),
             inputs.key,
@@ -194,6 +201,7 @@ class Runs(NamedTuple):
             key_ids,
             query_positions,
             key_positions,
+            bounds=bounds,
         )
 
     def _parts(self) -> list[tuple[int, Callable]]:
