@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_product_attention
 from kernels.collectives import chunks, peer_memory
 from kernels.context import MeshLayout, attend_over_mesh
 from kernels.context.choose_exchange import EXCHANGES
-from tests.kernels.context_on_devices import AXES, DOCUMENTS, MASKS, SEQUENCE_SHARDINGS, Case, Sizes, compare
+from tests.kernels.context_on_devices import AXES, BOUNDS, DOCUMENTS, MASKS, SEQUENCE_SHARDINGS, WILD, Case, Sizes, compare
+from tests.kernels.contract_cases import draw_bounds
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 
@@ -36,7 +38,8 @@ def in_turn(rng, levels, num):
 def draw_cases(rng, exchange, num, *, meshes=MESHES, shardings=SEQUENCE_SHARDINGS, masks=tuple(MASKS), kernels=KERNELS):
     """Cases that an exchange serves. It meets each mesh, sharding, and kind of documents."""
     while True:
-        levels = meshes, [exchange], shardings, masks, DOCUMENTS, (True, False), (True, False), [Sizes()], kernels
+        flags = (True, False)
+        levels = meshes, [exchange], shardings, masks, DOCUMENTS, flags, flags, [Sizes()], kernels, BOUNDS
         cases = list(map(Case, *(in_turn(rng, of_field, num) for of_field in levels)))
         if not any(map(refuses_masks_of_heads, cases)):
             return cases
@@ -166,6 +169,20 @@ def pick(x, numbers):
 
 def is_there(x, rows, tables):
     return (jnp.arange(rows.shape[1]) < tables.num_chunks).reshape(-1, *[1] * (x.ndim - 2))
+
+
+def test_bounds_within_a_shard_map_are_indices_in_the_whole_sequence(rng, float64):
+    """The arrays are those of one device then, and shorter than the sequence."""
+    x, bounds = rng.standard_normal((2, 96, 2, 4)), draw_bounds(rng, WILD, 2, 96, 96)
+    mesh = jax.make_mesh((1, 1, 4), AXES, (AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    layout, tokens = MeshLayout(mesh, ("data",), "context", "tensor"), P(None, "context")
+
+    def attend(x, bounds):
+        return attend_over_mesh(x, x, x, CausalMask(), layout, bounds=bounds)
+
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens, check_vma=False)
+    expected = dot_product_attention(x, x, x, CausalMask(), bounds=bounds, implementation="reference")
+    assert np.abs(jax.jit(mapped)(x, bounds) - expected).max() < 1e-12
 
 
 @pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "peer"])
