@@ -25,6 +25,8 @@ def run_on_fresh_inputs(
     command = [sys.executable, script, *told]
     python_path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     # A test may take 300 s.
-    done = subprocess.run(command, env={**environment, "PYTHONPATH": python_path}, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": python_path}, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return done

@@ -15,7 +15,17 @@ from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_produc
 from kernels.collectives import chunks, peer_memory
 from kernels.context import MeshLayout, attend_over_mesh
 from kernels.context.choose_exchange import EXCHANGES
-from tests.kernels.context_on_devices import AXES, BOUNDS, DOCUMENTS, MASKS, SEQUENCE_SHARDINGS, WILD, Case, Sizes, compare
+from tests.kernels.context_on_devices import (
+    AXES,
+    BOUNDS,
+    DOCUMENTS,
+    MASKS,
+    SEQUENCE_SHARDINGS,
+    WILD,
+    Case,
+    Sizes,
+    compare,
+)
 from tests.kernels.contract_cases import draw_bounds
 
 pytestmark = pytest.mark.usefixtures("eight_devices")

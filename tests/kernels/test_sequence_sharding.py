@@ -51,7 +51,7 @@ def lengths_of_documents(rng: np.random.Generator):
 
 
 def cost_by_hand(mask, length: int, chunk_size: int, ids, positions, bounds) -> list[int]:
-    """Pairs in the tiles from the first to the last that a row's own bounds leave, less those that the keys' exclude."""
+    """Pairs in the tiles from the first to the last that a row has, less those that the keys' bounds exclude."""
     allowed = np.zeros((length, length), bool)
     for q in range(length):
         for kv in range(length):

@@ -81,9 +81,9 @@ class _Keys(NamedTuple):
         key, value = map(self.order.gather, arrays) if self.needed is None else self.needed.gather(arrays)
         positions, ids, bounds = inputs.query_positions, inputs.query_segment_ids, inputs.bounds
         if bounds is not None:
-            # The keys are in the order of the sequence.
-            own = self.rank.split.spans(inputs)
-            bounds = bounds.map(lambda k: k, lambda q: own.num_before(self.order.gather(q)))
+            # The keys are whole sequences, in their order.
+            queries = self.rank.split.spans(inputs)
+            bounds = bounds.map(lambda k: k, lambda q: queries.num_before(self.order.gather(q)))
         return AttentionInputs(
             inputs.query,
             key,

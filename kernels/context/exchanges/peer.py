@@ -62,8 +62,8 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
         key, value = (x.reshape(x.shape[0], split.length, *x.shape[3:]) for x in whole)
         ids, positions, bounds = inputs.query_segment_ids, inputs.query_positions, inputs.bounds
         if bounds is not None:
-            own = split.spans(inputs)
-            bounds = bounds.map(keys.spans.num_before, lambda q: own.num_before(keys.gather(q)))
+            queries = split.spans(inputs)
+            bounds = bounds.map(keys.spans.num_before, lambda q: queries.num_before(keys.gather(q)))
         return inputs._replace(
             key=key,
             value=value,

@@ -107,6 +107,9 @@ def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
 def _kernel_inputs(inputs: AttentionInputs, own: _TravellingKeys, keys: _TravellingKeys) -> AttentionInputs:
     bounds = inputs.bounds
     if bounds is not None:
+        assert keys.bounds is not None, "the bounds of keys travel with them"
+        assert keys.spans is not None, "so do their spans"
+        assert own.spans is not None, "the call has bounds"
         bounds = bounds._replace(q_start=keys.bounds.q_start, q_end=keys.bounds.q_end)
         bounds = bounds.map(keys.spans.num_before, own.spans.num_before)
     return AttentionInputs(
