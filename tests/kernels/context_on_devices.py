@@ -133,10 +133,10 @@ def compare(rng, case):
     bounds = jax.tree.map(lambda bound: np.broadcast_to(bound, place.shape), bounds)
     for name, bound in () if bounds is None else bounds._asdict().items():
         if bound is not None:
-            index, limit = (
-                (place[:, None], bound[:, :, None]) if name[0] == "k" else (place[:, :, None], bound[:, None])
-            )
-            allowed &= (index >= limit if name.endswith("start") else index < limit)[:, None]
+            limit, index = bound[:, None, :, None], place[:, None, None]
+            if name.startswith("q"):
+                limit, index = limit.swapaxes(2, 3), index.swapaxes(2, 3)
+            allowed &= index >= limit if name.endswith("start") else index < limit
     allowed = np.broadcast_to(allowed, (batch, num_heads, length, length))
     expected, expected_gradients = numpy_attention(*arrays, allowed, sinks, cap, d_output)
 
