@@ -181,6 +181,15 @@ def is_there(x, rows, tables):
     return (jnp.arange(rows.shape[1]) < tables.num_chunks).reshape(-1, *[1] * (x.ndim - 2))
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bounds_of_queries_and_of_keys_in_any_order_are_numpys(exchange, rng, float64, gpus):
+    sharding, mask = ("zigzag", "window") if exchange == "halo" else ("balanced", "causal")
+    case = Case((1, 1, 4), exchange, sharding, mask, "rising", False, False, bounds=WILD)
+    if exchange == "peer":
+        case = case._replace(sizes=Sizes(length=192), implementation=SMALL_TILES)
+    check(rng, [case])
+
+
 def test_bounds_within_a_shard_map_are_indices_in_the_whole_sequence(rng, float64):
     """The arrays are those of one device then, and shorter than the sequence."""
     x, bounds = rng.standard_normal((2, 96, 2, 4)), draw_bounds(rng, WILD, 2, 96, 96)
