@@ -184,7 +184,7 @@ def is_there(x, rows, tables):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_bounds_of_queries_and_of_keys_in_any_order_are_numpys(exchange, rng, float64, gpus):
     sharding, mask = ("zigzag", "window") if exchange == "halo" else ("balanced", "causal")
-    case = Case((1, 1, 4), exchange, sharding, mask, "rising", False, False, bounds=WILD)
+    case = Case((1, 1, 4), exchange, sharding, mask, "rising", False, False, implementation="reference", bounds=WILD)
     if exchange == "peer":
         case = case._replace(sizes=Sizes(length=192), implementation=SMALL_TILES)
     check(rng, [case])
