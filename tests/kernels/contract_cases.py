@@ -88,7 +88,7 @@ class Case:
 
 
 def draw_bounds(rng: np.random.Generator, kind: str, batch: int, q_len: int, kv_len: int) -> Bounds:
-    """Bounds of a kind: "tree", "prefix", "window", "blocks"; or those of some names, crossing, empty, past the ends."""
+    """Bounds of a kind: "tree", "prefix", "window", "blocks"; or of some names, crossing, empty and past the ends."""
     q_index, kv_index = np.arange(q_len), np.arange(kv_len)
     if kind == "tree":
         return Bounds(q_end=jnp.asarray(np.stack([_ends_of_a_tree(rng, kv_len) for _ in range(batch)])))
