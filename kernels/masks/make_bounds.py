@@ -45,10 +45,10 @@ def tree_bounds_of_ends(ends: Int[_ArrayLike, "*B T"]) -> Bounds:
     Traceback (most recent call last):
     ValueError: ends[1]=4 is past ends[0]=3, the end of the subtree that token 1 lies in; expected subtrees that nest
     """
-    ends = _integers("ends", ends)
-    if isinstance(ends, np.ndarray):
-        _check_ends(ends)
-    return Bounds(q_end=ends)
+    q_end = _integers("ends", ends)
+    if isinstance(q_end, np.ndarray):
+        _check_ends(q_end)
+    return Bounds(q_end=q_end)
 
 
 def tree_bounds_of_parents(
@@ -83,12 +83,12 @@ def tree_bounds_of_parents(
     node_lengths = _integers("node_lengths", node_lengths)
     if node_lengths.shape != parents.shape:
         raise ValueError(f"node_lengths {node_lengths.shape} and parents {parents.shape} must have the same shape")
-    ends = _ends_of_lengths("node_lengths", node_lengths, length)
+    ends, node = _pieces("node_lengths", node_lengths, length)
     xp = array_namespace(parents, ends)
     # The padding's node comes last, and ends with the sequence.
     ends_of_subtrees = xp.take_along_axis(ends, last, -1)
     ends_of_subtrees = xp.concatenate([ends_of_subtrees, xp.full((*ends.shape[:-1], 1), length, np.int32)], -1)
-    return Bounds(q_end=xp.take_along_axis(ends_of_subtrees, _index_of_lengths(ends, length), -1))
+    return Bounds(q_end=xp.take_along_axis(ends_of_subtrees, node, -1))
 
 
 def prefix_bounds(
@@ -228,8 +228,7 @@ def _documents(segment_ids: Any, document_lengths: Any, length: int | None) -> _
         raise ValueError("give segment_ids or document_lengths, and not both")
     if document_lengths is None:
         return _runs(_integers("segment_ids", segment_ids, cast=False))
-    lengths = _integers("document_lengths", document_lengths)
-    index = _index_of_lengths(_ends_of_lengths("document_lengths", lengths, length), length)
+    _, index = _pieces("document_lengths", _integers("document_lengths", document_lengths), length)
     return _runs(index)._replace(index=index)  # documents without tokens count
 
 
@@ -249,27 +248,23 @@ def _running_maximum(numbers: Any) -> Any:
     return jax.lax.cummax(numbers, axis=numbers.ndim - 1)
 
 
-def _ends_of_lengths(name: str, lengths: Int[_ArrayLike, "*B D"], length: int | None) -> Int[_ArrayLike, "*B D"]:
-    """The index behind the last token of each."""
+def _pieces(name: str, lengths: Int[_ArrayLike, "*B D"], length: int | None) -> tuple[Any, Any]:
+    """The index behind the last token of each piece, and the piece of each token: D behind the last."""
     if length is None:
         raise ValueError(f"{name} need length=, the number of tokens in a sequence")
     _check_lengths(name, lengths)
     if isinstance(lengths, np.ndarray) and (total := int(lengths.sum(-1, dtype=np.int64).max(initial=0))) > length:
         raise ValueError(f"{name} sum to {total}, more than length={length}; drop some, or lengthen the sequence")
-    return array_namespace(lengths).cumsum(lengths, -1, dtype=np.int32)
-
-
-def _index_of_lengths(ends: Int[_ArrayLike, "*B D"], length: int) -> Int[_ArrayLike, "*B T"]:
-    """Which of the runs with these ends each token lies in: D for those behind the last."""
-    xp = array_namespace(ends)
+    xp = array_namespace(lengths)
 
     def of_a_sequence(ends: Any) -> Any:
         return xp.searchsorted(ends, xp.arange(length, dtype=np.int32), side="right").astype(np.int32)
 
-    return xp.vectorize(of_a_sequence, signature="(d)->(t)")(ends)
+    ends = xp.cumsum(lengths, -1, dtype=np.int32)
+    return ends, xp.vectorize(of_a_sequence, signature="(d)->(t)")(ends)
 
 
-def _last_of_subtree(parents: Int[_ArrayLike, "*B M"]) -> Int[_ArrayLike, "*B M"]:
+def _last_of_subtree(parents: Int[_ArrayLike, "*B M"]) -> Any:
     """The last node of each node's subtree: its last child's last child, and so on."""
     num_nodes = parents.shape[-1]
 
