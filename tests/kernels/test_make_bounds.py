@@ -145,7 +145,7 @@ def test_blocks_are_those_of_gemma_3(rng, left):
         check(block_bounds, [ids, np.full(BATCH, left)], pairs(is_allowed))
 
 
-@pytest.mark.parametrize("left", [-2, -1, 0, 1, LENGTH - 1, LENGTH, 2**31 - 1, [0, 5, 99]])
+@pytest.mark.parametrize("left", [-(2**31), -2, -1, 0, 1, LENGTH - 1, LENGTH, 2**31 - 1, [0, 5, 99]])
 def test_windows(left):
     lefts = np.broadcast_to(np.asarray(left), BATCH)
     expected = pairs(lambda b, q, k: k <= q and q - k <= lefts[b])
