@@ -420,6 +420,21 @@ def test_mosaic_gpu_interpreted(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 
+# Several tiles to a row, so that rows have holes and tiles without a mask.
+BOUNDED = [
+    dataclasses.replace(case, batch=2, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1)
+    for case in CASES
+    if case.bounds is not None
+]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.jax_0_11
+@by_name("case", BOUNDED)
+def test_mosaic_gpu_interpreted_within_bounds(case, rng):
+    run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
+
+
 @pytest.mark.jax_0_11
 def test_mosaic_gpu_interpreted_hides_no_nan(rng):
     run_spoiled_case(
