@@ -275,6 +275,15 @@ def test_phases_that_are_made_stay(phased):
         refuse_other_phases(phased, with_phases(first, dataclasses.replace(second, num_steps=1), last), 4)
 
 
+def test_another_phase_is_refused_before_the_state_is_read(phased, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", lambda *_: pytest.fail("the state is read"))
+    path = Path(shutil.copytree(finished, tmp_path / "run"))
+    last = dataclasses.replace(phased.phases[-1], masks=(WINDOW, CausalMask()))
+    other = dataclasses.replace(phased, phases=(*phased.phases[:-1], last))
+    with pytest.raises(UserMistake, match=r"model\.masks: .* in phases\[2\] of the checkpoint"):
+        train(other, claim_workdir(path, other), command=["test"], started=time.perf_counter())
+
+
 def test_a_step_of_a_phase_is_the_step_of_a_run_without(phased):
     """The same program, but for the schedule: a phase costs nothing."""
     phase = phased.in_phases()[1]
