@@ -15,7 +15,7 @@ from trainer.compile.out_of_memory import running
 from trainer.compile.persistent_cache import cache_folder
 from trainer.compile.programs import AheadOfTime, CompiledSteps, compile_steps
 from trainer.config.resume_changes import ConfigHistory, changes_to_json
-from trainer.errors import TrainingFailed
+from trainer.errors import DataUsedUpError, TrainingFailed
 from trainer.launch.process_exit import COMPLETED, PREEMPTED
 from trainer.launch.watchdog import Watchdog
 from trainer.loop.attempt import Attempt
@@ -145,8 +145,8 @@ class TrainingLoop:
                 with self.account.measure("data_wait"):
                     batch = next(self.setup.batches)
             except TrainingFailed as failure:  # the steps so far are saved before it ends the run
-                if self.peers.count > 1:  # the others make this step, so there is none at which all could save
-                    raise
+                if self.peers.count > 1 and not isinstance(failure, DataUsedUpError):
+                    raise  # the others make this step, so there is none at which all could save
                 self.data_failure = failure
                 break
             with self.account.measure("step"), running("train_step"), self.trace.around(progress.step + 1):
