@@ -172,13 +172,14 @@ class TrainingLoop:
             self.length_evaluator.evaluate_if_due(self.setup, self.progress.step, self.state)
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every_num_steps` and at a phase's end, unless the last update was skipped.
+        """Saves at a phase's end, and every `checkpoint.every_num_steps` unless the last update was skipped.
 
-        Checkpoints of skipped updates could push out the last good one.
+        Checkpoints of skipped updates could push out the last good one. A border's is needed all the same: a stop
+        before the next phase's first save goes on from there.
         """
         if self.progress.step % self.config.checkpoint.every_num_steps and not self._is_at_border:
             return
-        if self.is_amid_skipped:
+        if self.is_amid_skipped and not self._is_at_border:
             self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
         else:
             self.saver.save(self.snapshot)
