@@ -147,11 +147,13 @@ def test_a_stop_in_a_phases_last_step_leaves_its_evaluation_to_the_resumption(ph
     assert read_metrics(workdir.path) == read_metrics(finished)
 
 
-def test_two_phases_are_two_runs_joined_by_init_from(base, tmp_path):
+def test_two_phases_are_two_runs_joined_by_init_from(base, tmp_path, capsys):
     first = dataclasses.replace(base, num_steps=3)
     changes = {"sequence_length": 64, "batch_size": 2, "optimizer": OWN_SCHEDULE}
     phases = (Phase(num_steps=3), Phase(**changes, masks=(CausalMask(),), rope_base=5e4))
     whole = run(dataclasses.replace(base, optimizer=first.optimizer, phases=phases), tmp_path / "whole")
+    told = [line for line in capsys.readouterr().out.splitlines() if "(sequence_length changed)" in line]
+    assert len(told) == 1, "the border tells that an epoch begins"
     begun = run(first, tmp_path / "first")
     model = dataclasses.replace(base.model, masks=(CausalMask(),), rope_base=5e4)
     second = dataclasses.replace(
