@@ -18,7 +18,7 @@ _MAX_POSITION = 2**62
 
 
 class TrainIterator:
-    """Endless batches of training sequences, or one process's shares of them; made by `make_batches`.
+    """Endless batches of training sequences, or one process's shares of them; made by `make_train_iterator`.
 
     Batches are prepared ahead by threads, and `get_state` speaks of the batches handed out, not of those prepared.
 

@@ -82,8 +82,8 @@ class ValidationSet:
             )
         elif num_chosen > num_sequences:
             on_progress(
-                f"validation takes {num_chosen} sequences of {sequence_length:,} tokens, at least one of each source, though "
-                f"evaluation.num_sequences={num_sequences}"
+                f"validation takes {num_chosen} sequences of {sequence_length:,} tokens, at least one of each source, "
+                f"though evaluation.num_sequences={num_sequences}"
             )
         names = [name for name, numbers in zip(corpus.sources, chosen, strict=True) for _ in numbers] if sources else []
         return cls(sequences, tuple(number for numbers in chosen for number in numbers), tuple(names))

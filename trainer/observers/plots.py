@@ -105,7 +105,7 @@ def draw_mixture(metrics: Path, picture: Path, *, title: str, phases: Sequence[R
     return True
 
 
-def _draw_borders(axes: Any, phases: Sequence[RunPhase], last_step: int, behind: float = 0.0) -> None:
+def _draw_borders(axes: Any, phases: Sequence[RunPhase], last_step: float, behind: float = 0.0) -> None:
     """Draws a line with its sequence length where each later phase begins, if it has begun by the last step.
 
     `behind` moves the lines to the right, in steps.

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import LengthWeight, SourceConfig
 from trainer.data import DataError, PackedSequences, ValidationSet, load_corpus
-from trainer.data.batches import make_mixture_iterator, make_train_iterator
+from trainer.data.batches import make_train_iterator
 from trainer.data.validation_set import divide
 from trainer.errors import TrainingFailed
 
@@ -60,7 +60,7 @@ def make(load, sources):
         if corpus is None:
             corpus = corpora.setdefault(sources, None) or corpora.update({sources: load(sources)}) or corpora[sources]
         options = {"sequence_length": T, "batch_size": 4, "seed": 7, "num_prefetch_batches": 3, **options}
-        iterators.append(make_mixture_iterator(corpus, sources=sources, **options))
+        iterators.append(make_train_iterator(corpus, sources=sources, **options))
         return iterators[-1]
 
     yield make
