@@ -16,6 +16,7 @@ from kernels.backends.tuning import (
 )
 from kernels.decode import CacheFull, SlabCache, SlotTable, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
+    Bounds,
     CausalMask,
     ChunkedCausalMask,
     FullMask,
@@ -36,6 +37,7 @@ warn_of_neighbours(__name__)
 __all__ = [
     "BlockPlan",
     "BlockwiseTuning",
+    "Bounds",
     "CacheFull",
     "CantServe",
     "CausalMask",

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.bounds import checked_bounds
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.arguments.token_integers import checked_tokens, int32_positions, int32_segment_ids
-from kernels.masks import FullMask, Mask, require_mask
+from kernels.masks import Bounds, FullMask, Mask, require_mask
+from kernels.masks.bounds import BoundName
 from kernels.tracing.mesh_axes import vary, varying_axes
 from kernels.tracing.number_types import at_least_float32
 from kernels.tracing.target import Target
@@ -46,6 +48,7 @@ class AttentionInputs(NamedTuple):
     key_value_positions: Int[Array, "B S"] | None = None
     token_order: Int[Array, "B T"] | None = None
     num_keys: Int[Array, "B 1"] | None = None
+    bounds: Bounds | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -72,6 +75,8 @@ class AttentionCall(NamedTuple):
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
     position_run: int = 1
     """Positions count up by one within each aligned run of `position_run` tokens, of queries and of keys."""
+    bounds: tuple[BoundName, ...] = ()
+    """Names of the bounds that are given."""
     task: Literal["attention"] = "attention"
 
     @property
@@ -135,6 +140,7 @@ def make_call(
     key_value_segment_ids=None,
     query_positions=None,
     key_value_positions=None,
+    bounds: Bounds | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks=None,
@@ -184,8 +190,18 @@ def make_call(
         query_positions = checked_positions("query_positions", query_positions, batch, q_len)
         key_value_positions = checked_positions("key_value_positions", key_value_positions, batch, kv_len)
 
+    bounds = checked_bounds(bounds, batch, q_len, kv_len)
+
     inputs = AttentionInputs(
-        query, key, value, sinks, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions
+        query,
+        key,
+        value,
+        sinks,
+        query_segment_ids,
+        key_value_segment_ids,
+        query_positions,
+        key_value_positions,
+        bounds=bounds,
     )
     axes = varying_axes(inputs)
     call = AttentionCall(
@@ -207,6 +223,7 @@ def make_call(
         return_lse=return_lse,
         target=Target.of(device),
         varying_axes=axes,
+        bounds=() if bounds is None else bounds.given,
     )
     return vary(inputs, axes), call
 

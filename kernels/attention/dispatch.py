@@ -13,7 +13,7 @@ from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.attention.core import attend
 from kernels.backends import TABLES, Backend, Call, Task, find_backend
 from kernels.call import make_call
-from kernels.masks import Mask
+from kernels.masks import Bounds, Mask
 
 if TYPE_CHECKING:
     from kernels.backends.tuning import Tuning
@@ -62,6 +62,7 @@ class AttentionOptions(LogitsOptions, total=False):
     key_value_segment_ids: Array | None
     query_positions: Array | None
     key_value_positions: Array | None
+    bounds: Bounds | None
 
 
 @overload
@@ -106,6 +107,7 @@ def dot_product_attention(
     key_value_segment_ids: Int[Array, "B S"] | None = None,
     query_positions: Int[Array, "B T"] | None = None,
     key_value_positions: Int[Array, "B S"] | None = None,
+    bounds: Bounds | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -134,6 +136,8 @@ def dot_product_attention(
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
         device from their lowest and highest positions. From −2³⁰ to 2³¹ − 1.
+      bounds: the keys that each query may attend to, as data (`kernels.Bounds`). Mask, segment ids and bounds all have
+        to allow a pair.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).
@@ -170,6 +174,7 @@ def dot_product_attention(
         key_value_segment_ids=key_value_segment_ids,
         query_positions=query_positions,
         key_value_positions=key_value_positions,
+        bounds=bounds,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.softmax import MASKED, RunningSoftmax, matmul, soft_capped
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.masks.bounds import OF_QUERIES, is_within
 from kernels.plan import Row, Rows, make_rows
 from kernels.tracing.mesh_axes import vary
 
@@ -82,6 +83,9 @@ class _Tiling:
             for name, block in given.items()
             if (ids := getattr(inputs, name)) is not None
         }
+        for name in call.bounds:
+            block = self.block_q if name in OF_QUERIES else self.block_kv
+            self.tokens[name] = _split_tokens(getattr(inputs.bounds, name), block)
 
     def pad_q(self, x: Float[Array, "B T ..."], fill: float = 0) -> Float[Array, "B R*block_q ..."]:
         """Fills the last query tile."""
@@ -129,6 +133,10 @@ class _Tiling:
             allowed &= tokens["query_segment_ids"][b, i][:, None] == tokens["key_value_segment_ids"][b, j][None, :]
         if c.kv_len % self.block_kv:
             allowed &= (kv_index < c.kv_len)[None, :]
+        for name in c.bounds:
+            own = tokens[name][b, i][:, None] if name in OF_QUERIES else tokens[name][b, j][None, :]
+            q_index = i * self.block_q + jnp.arange(self.block_q, dtype=jnp.int32)
+            allowed &= is_within(name, kv_index[None, :] if name in OF_QUERIES else q_index[:, None], own)
         return allowed
 
     def by_row(self, sinks: Float[Array, " N"]) -> Float[Array, "K M"]:
@@ -165,8 +173,17 @@ def _pad_tokens(x: Array, length: int, fill: float) -> Array:
 
 def _over_tiles(row: Row, visit: Callable, carry):
     """Calls `visit(rank, carry, full=…)` for each tile of a row: the PARTIAL ones, then the FULL ones."""
+    if row.kind is not None:
+        return jax.lax.fori_loop(0, row.num_tiles, functools.partial(_visit_unless_empty, row, visit), carry)
     carry = jax.lax.fori_loop(0, row.num_partial, functools.partial(visit, full=False), carry)
     return jax.lax.fori_loop(row.num_partial, row.num_tiles, functools.partial(visit, full=True), carry)
+
+
+def _visit_unless_empty(row: Row, visit: Callable, rank, carry):
+    """Visits a tile of a row that has EMPTY ones."""
+    assert row.kind is not None
+    visits = [functools.partial(visit, rank, full=full) for full in (False, True)]
+    return jax.lax.switch(row.kind(row.tile(rank)), [lambda carry: carry, *visits], carry)
 
 
 def fwd(

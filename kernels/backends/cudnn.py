@@ -14,6 +14,7 @@ def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
         return f"takes bfloat16 and float16, not {call.dtype}"
     for given, feature in (
         (call.has_segment_ids, "segment ids"),
+        (bool(call.bounds), "bounds"),
         (call.has_positions, "positions"),
         (call.has_sinks, "sinks"),
         (call.logits_soft_cap is not None, "logits soft cap"),

@@ -74,4 +74,6 @@ def _allowed(inputs: AttentionInputs, call: AttentionCall):
     if inputs.query_segment_ids is not None and inputs.key_value_segment_ids is not None:
         same = inputs.query_segment_ids[:, :, None] == inputs.key_value_segment_ids[:, None, :]
         allowed = allowed & same[:, None]
+    if inputs.bounds is not None:
+        allowed = allowed & inputs.bounds.allowed(call.q_len, call.kv_len)[:, None]
     return allowed

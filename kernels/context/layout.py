@@ -85,7 +85,7 @@ class MeshLayout(NamedTuple):
         shards = P(self.batch_axes, self.sequence_axis)
         heads, tokens = (self.whole_sequences, P(self.batch_axes)) if whole_sequences else (self.heads, shards)
         sinks = P(heads[2])
-        return AttentionInputs._make([heads, heads, heads, sinks, *[tokens] * 4, shards, shards])
+        return AttentionInputs._make([heads, heads, heads, sinks, *[tokens] * 4, shards, shards, tokens])
 
     def map(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
         """`jax.shard_map` over the mesh; inside a caller's own, over the axes that are left, if any are."""

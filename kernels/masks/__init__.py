@@ -1,6 +1,7 @@
-"""Which pairs may attend: the mask algebra, text and pictures of masks."""
+"""Which pairs may attend: the mask algebra, bounds as data beside it, text and pictures of masks."""
 
 from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask, require_mask
+from kernels.masks.bounds import Bounds
 from kernels.masks.dense import NumpyMask
 from kernels.masks.intervals import TileKind
 from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
@@ -9,6 +10,7 @@ from kernels.masks.user_function import MaskFn
 
 __all__ = [
     "AndMask",
+    "Bounds",
     "CausalMask",
     "ChunkedCausalMask",
     "FullMask",

@@ -8,8 +8,6 @@ position give the interval of positions. For other masks every tile is classifie
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +15,10 @@ from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import LAST_POSITION, TileKind, kleene_and, tile_kind
-from kernels.plan.documents import Intervals, document_intervals
+from kernels.plan.bounds import tile_kinds_under_bounds, within_bounds
+from kernels.plan.documents import document_intervals
 from kernels.plan.host import BlockPlan, make_block_plan
+from kernels.plan.intervals import Extents, Intervals, extents, kind_of
 from kernels.plan.rows import Rows, list_rows
 from kernels.plan.search import search
 from kernels.tracing.mesh_axes import vary
@@ -41,11 +41,14 @@ def make_rows(
       transposed: rows of query tiles for each key/value tile, in place of key/value tiles for each query tile.
       only_intervals: no lists; tiles of an interval that are EMPTY are then visited as PARTIAL ones.
     """
-    if not (call.has_positions or call.has_segment_ids or only_intervals):
+    if not (call.has_positions or call.has_segment_ids or call.bounds or only_intervals):
         return jax.tree.map(jnp.asarray, _host_plan(call, block_q, block_kv, transposed).rows)
     plan = _rows_or_tile_kinds(inputs, call, block_q, block_kv, transposed)
     if isinstance(plan, Rows):
-        return plan
+        return within_bounds(plan, inputs, call, block_q, block_kv, transposed) if call.bounds else plan
+    if call.bounds:
+        tiles = jnp.broadcast_to(jnp.arange(plan.shape[2], dtype=jnp.int32), plan.shape[1:])
+        plan = kleene_and(plan, tile_kinds_under_bounds(inputs, call, block_q, block_kv, tiles, transposed))
     return _hull(plan) if only_intervals else list_rows(plan)
 
 
@@ -65,10 +68,14 @@ def tile_kinds_at(
       tiles: their columns in each row of tiles.
     """
     plan = _rows_or_tile_kinds(inputs, call, block_q, block_kv, transposed)
-    if not isinstance(plan, Rows):
-        return jnp.take_along_axis(plan, jnp.asarray(tiles)[None], axis=2)
-    start, full_start, full_stop, stop = (plan.bounds[..., i, None] for i in range(4))
-    return tile_kind((start <= tiles) & (tiles < stop), (full_start <= tiles) & (tiles < full_stop))
+    if isinstance(plan, Rows):
+        kinds = kind_of(tiles, *(plan.bounds[..., i, None] for i in range(4)))
+    else:
+        kinds = jnp.take_along_axis(plan, jnp.asarray(tiles)[None], axis=2)
+    if call.bounds:
+        under_bounds = tile_kinds_under_bounds(inputs, call, block_q, block_kv, jnp.asarray(tiles), transposed)
+        kinds = kleene_and(kinds, under_bounds)
+    return kinds
 
 
 def _host_plan(call: AttentionCall, block_q: int, block_kv: int, transposed: bool) -> BlockPlan:
@@ -114,21 +121,7 @@ def _narrowed(
     """A plan's intervals, less what the documents rule out."""
     if not call.has_segment_ids:
         return Rows(jnp.asarray(planned.bounds), None)
-    documents = _tiles_of_documents(inputs, call, block_q, block_kv, transposed)
-    start, full_start, full_stop, stop = (planned.bounds[..., i] for i in range(4))
-    return Rows.from_intervals(
-        jnp.maximum(start, documents.start),
-        jnp.maximum(full_start, documents.full_start),
-        jnp.minimum(full_stop, documents.full_stop),
-        jnp.minimum(stop, documents.stop),
-    )
-
-
-class _Extents(NamedTuple):
-    """Lowest and highest number of each tile, of its positions or of its segment ids: inclusive, int32."""
-
-    lowest: Int[Array, "B tiles"]
-    highest: Int[Array, "B tiles"]
+    return planned.narrowed(_tiles_of_documents(inputs, call, block_q, block_kv, transposed))
 
 
 def _rows_by_position(
@@ -141,11 +134,11 @@ def _rows_by_position(
     the lowest position's. A tile is visited where the keys' extent meets the reach, and FULL where it lies within the
     latter. Rows and columns are in whatever order: a row's interval runs from its first such tile to its last.
     """
-    queries = _extents(inputs.query_positions, block_q)
+    queries = extents(inputs.query_positions, block_q)
     reach, within = _reach(call, queries)
     if not transposed and not call.has_key_value_positions:
         return _rows_of_counted_keys(inputs, call, block_q, block_kv, reach, within)
-    keys = _extents(inputs.key_value_positions, block_kv)
+    keys = extents(inputs.key_value_positions, block_kv)
     columns = queries if transposed else keys
     shape = (keys if transposed else queries).lowest.shape
     num_columns = columns.lowest.shape[1]
@@ -181,7 +174,7 @@ def _rows_by_position(
 
 
 def _rows_of_counted_keys(
-    inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, reach: _Extents, within: _Extents
+    inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, reach: Extents, within: Extents
 ) -> Rows:
     """Query tiles' intervals where keys count from 0: a key's position is its index."""
     last_key = call.kv_len - 1
@@ -192,7 +185,7 @@ def _rows_of_counted_keys(
     return _narrowed(rows, inputs, call, block_q, block_kv, False)
 
 
-def _reach(call: AttentionCall, queries: _Extents) -> tuple[_Extents, _Extents]:
+def _reach(call: AttentionCall, queries: Extents) -> tuple[Extents, Extents]:
     """The keys that some of a tile's queries may see, and those that all may see."""
     lowest, highest = (call.mask.row_interval(position) for position in queries)
     assert lowest is not None
@@ -202,14 +195,14 @@ def _reach(call: AttentionCall, queries: _Extents) -> tuple[_Extents, _Extents]:
     first, last = lowest[0], jnp.where(has_reached_the_end, LAST_POSITION, highest[1])
     # An empty reach meets no key at all.
     is_empty = last < first
-    reach = _Extents(jnp.where(is_empty, LAST_POSITION, first), jnp.where(is_empty, -LAST_POSITION, last))
-    return reach, _Extents(highest[0], jnp.minimum(lowest[1], highest[1]))
+    reach = Extents(jnp.where(is_empty, LAST_POSITION, first), jnp.where(is_empty, -LAST_POSITION, last))
+    return reach, Extents(highest[0], jnp.minimum(lowest[1], highest[1]))
 
 
 def _tile_kinds_by_position(inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int):
     """The tile kind of each tile `[B, R, C]` under the mask, from the tile's lowest and highest positions."""
-    q_lo, q_hi = (corner[:, :, None] for corner in _extents(inputs.query_positions, block_q))
-    kv_lo, kv_hi = (corner[:, None, :] for corner in _extents(inputs.key_value_positions, block_kv))
+    q_lo, q_hi = (corner[:, :, None] for corner in extents(inputs.query_positions, block_q))
+    kv_lo, kv_hi = (corner[:, None, :] for corner in extents(inputs.key_value_positions, block_kv))
     shape = (call.batch, q_lo.shape[1], kv_lo.shape[2])
     tile_kinds = jnp.broadcast_to(call.mask.classify(q_lo, q_hi, kv_lo, kv_hi), shape)
     return tile_kinds.at[:, :, -1].min(TileKind.PARTIAL) if call.kv_len % block_kv else tile_kinds
@@ -217,8 +210,8 @@ def _tile_kinds_by_position(inputs: AttentionInputs, call: AttentionCall, block_
 
 def _tile_kinds_by_document(inputs: AttentionInputs, block_q: int, block_kv: int) -> Int[Array, "B R C"]:
     """The tile kind of each tile under the documents, from the tile's lowest and highest segment ids."""
-    q_lo, q_hi = (corner[:, :, None] for corner in _extents(inputs.query_segment_ids, block_q))
-    kv_lo, kv_hi = (corner[:, None, :] for corner in _extents(inputs.key_value_segment_ids, block_kv))
+    q_lo, q_hi = (corner[:, :, None] for corner in extents(inputs.query_segment_ids, block_q))
+    kv_lo, kv_hi = (corner[:, None, :] for corner in extents(inputs.key_value_segment_ids, block_kv))
     one_document = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
     return tile_kind((q_lo <= kv_hi) & (kv_lo <= q_hi), one_document)
 
@@ -233,12 +226,3 @@ def _hull(tile_kinds: Int[Array, "B R C"]) -> Rows:
     # Where other tiles are among the FULL ones, all are visited as PARTIAL ones.
     full_stop = jnp.where(full_stop - full_start == full.sum(-1, dtype=jnp.int32), full_stop, full_start)
     return Rows.from_intervals(start, full_start, full_stop, stop)
-
-
-def _extents(tokens: Int[Array, "B L"] | None, block: int) -> _Extents:
-    """Lowest and highest of each tile."""
-    assert tokens is not None
-    # Repeating the last token doesn't change a tile's extent.
-    filled = jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
-    by_tile = filled.reshape(tokens.shape[0], -1, block)
-    return _Extents(by_tile.min(-1), by_tile.max(-1))

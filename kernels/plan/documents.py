@@ -8,39 +8,16 @@ FULL then.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kernels.plan.intervals import Intervals
 from kernels.tracing.mesh_axes import vary
 
 _NOWHERE = np.int32(-(2**31) + 1)
 _FEWEST_SLOTS = 1 << 16
-
-
-class Intervals(NamedTuple):
-    """For each tile of one sequence, an interval of indices in the other one, of tokens or of tiles.
-
-    An empty interval has `stop ≤ start`.
-
-    Attributes:
-      start, stop: no token of the tile is in a document of a token outside `start:stop`.
-      full_start, full_stop: all of the tile's tokens are in one document with all tokens at `full_start:full_stop`.
-    """
-
-    start: Int[Array, "B R"]
-    stop: Int[Array, "B R"]
-    full_start: Int[Array, "B R"]
-    full_stop: Int[Array, "B R"]
-
-    def in_tiles(self, block: int) -> Intervals:
-        """The tiles of `block` tokens that overlap `start:stop`, and those that lie within `full_start:full_stop`."""
-        return Intervals(
-            self.start // block, -(-self.stop // block), -(-self.full_start // block), self.full_stop // block
-        )
 
 
 def document_intervals(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import (
+    Bounds,
     CausalMask,
     ChunkedCausalMask,
     FullMask,
@@ -43,6 +44,7 @@ class Case:
     sinks: bool = False
     uneven_logits: bool = False  # along the keys they rise by 24 for some queries, and fall for the others
     segments: str | None = None  # "packed" (sorted, one run per document) or "scattered"
+    bounds: str | None = None  # see `draw_bounds`
     positions: str | None = None  # "offset" (one shard of a longer sequence) or "permuted"
     spoiled: bool = False  # NaN and infinities: see `_spoil`
 
@@ -74,6 +76,8 @@ class Case:
             keywords["key_value_positions"] = jnp.asarray(
                 np.stack([rng.permutation(self.kv_len) for _ in range(self.batch)])
             )
+        if self.bounds is not None:
+            keywords["bounds"] = draw_bounds(rng, self.bounds, self.batch, self.q_len, self.kv_len)
         if self.spoiled:
             query, key, value, sinks = _spoil(rng, query, key, value, sinks)
         cotangents = (
@@ -81,6 +85,45 @@ class Case:
             jnp.asarray(rng.standard_normal((self.batch, self.q_len, self.num_heads)), jnp.float32),
         )
         return (query, key, value, sinks), keywords, cotangents
+
+
+def draw_bounds(rng: np.random.Generator, kind: str, batch: int, q_len: int, kv_len: int) -> Bounds:
+    """Bounds of a kind: "tree", "window" or "blocks"; or those of some names, crossing, empty and past the ends."""
+    q_index, kv_index = np.arange(q_len), np.arange(kv_len)
+    if kind == "tree":
+        return Bounds(q_end=jnp.asarray(np.stack([_ends_of_a_tree(rng, kv_len) for _ in range(batch)])))
+    if kind == "window":
+        widths = rng.integers(1, kv_len, (batch, 1))
+        return Bounds(k_start=jnp.asarray(q_index - widths), k_end=jnp.asarray(q_index + 1))
+    if kind == "blocks":
+        # Keys up to the query itself, and in some blocks of 10 up to the block's end.
+        is_image = np.repeat(rng.random((batch, -(-q_len // 10))) < 0.5, 10, axis=1)[:, :q_len]
+        return Bounds(k_end=jnp.asarray(np.where(is_image, (q_index // 10 + 1) * 10, q_index + 1)))
+    drawn = {}
+    for name in kind.split():
+        own, other = (q_index, kv_len) if name.startswith("k") else (kv_index, q_len)
+        along = other * own / len(own) + rng.integers(-other // 3, other // 3 + 1, (batch, 1))
+        width = other / 2 * (1 if name.endswith("end") else -1)
+        wild = (along + width + rng.normal(0, other / 8, (batch, len(own)))).astype(np.int64)
+        far = rng.choice([-(2**31), 2**31 - 1, 0, other, -5, other + 5], wild.shape)
+        drawn[name] = jnp.asarray(np.where(rng.random(wild.shape) < 0.1, far, wild).astype(np.int32))
+    return Bounds(**drawn)
+
+
+def _ends_of_a_tree(rng: np.random.Generator, length: int) -> np.ndarray:
+    """The end of each token's subtree, in depth-first order: a node ends where its parent does, or before."""
+    ends = np.zeros(length, np.int32)
+
+    def grow(start: int, stop: int) -> None:
+        while start < stop:
+            end = int(rng.integers(start + 1, stop + 1))
+            first_child = min(end, start + 1 + int(rng.integers(0, 12)))
+            ends[start:first_child] = end
+            grow(first_child, end)
+            start = end
+
+    grow(0, length)
+    return ends
 
 
 def _spoil(rng: np.random.Generator, query, key, value, sinks):
@@ -151,6 +194,31 @@ CASES = [
         sinks=True,
         segments="packed",
         positions="permuted",
+    ),
+    Case("all_bounds", bounds="k_start k_end q_start q_end"),
+    Case("bounds_of_queries", CAUSAL, bounds="k_start k_end", num_kv_heads=2, sinks=True),
+    Case("bounds_of_keys", LocalMask(40, 30), bounds="q_start q_end", q_len=83, kv_len=97),
+    Case("one_bound", WINDOW, bounds="q_start", num_heads=6, num_kv_heads=2),
+    Case("tree", CAUSAL, bounds="tree", num_kv_heads=2),
+    Case("tree_in_documents", WINDOW, bounds="tree", segments="packed", logits_soft_cap=2.0),
+    Case("window_as_bounds", bounds="window"),
+    Case("image_blocks", bounds="blocks", num_kv_heads=1),
+    Case("bounds_of_a_gap", CAUSAL & ~LocalMask(50, -20), bounds="k_start q_end"),
+    Case("bounds_per_head", MultiHeadMask([CAUSAL, WINDOW, CAUSAL, FullMask()]), bounds="k_start k_end q_start q_end"),
+    Case(
+        "everything_bounded",
+        CAUSAL & LocalMask(30, 0),
+        num_heads=6,
+        num_kv_heads=2,
+        q_len=61,
+        kv_len=85,
+        value_dim=8,
+        scale=0.3,
+        logits_soft_cap=3.0,
+        sinks=True,
+        segments="packed",
+        positions="permuted",
+        bounds="k_start k_end q_start q_end",
     ),
 ]
 

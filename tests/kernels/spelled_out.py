@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kernels import MultiHeadMask
+from kernels import Bounds, MultiHeadMask
 
 
 def allowed_keys(b: int, t: int, n: int, q_len: int, kv_len: int, mask, keywords) -> np.ndarray:
@@ -16,13 +16,20 @@ def allowed_keys(b: int, t: int, n: int, q_len: int, kv_len: int, mask, keywords
     allowed = np.broadcast_to(head_mask(q_pos[t], kv_pos), kv_len).copy()
     if "query_segment_ids" in keywords:
         allowed &= np.asarray(keywords["query_segment_ids"][b, t] == keywords["key_value_segment_ids"][b])
+    for name, bound in () if keywords.get("bounds") is None else keywords["bounds"]._asdict().items():
+        if bound is not None:
+            bound = np.asarray(bound if bound.ndim == 1 else bound[b], np.int64)
+            index, limit = (np.arange(kv_len), bound[t]) if name.startswith("k") else (t, bound)
+            allowed &= index >= limit if name.endswith("start") else index < limit
     return allowed
 
 
 def spelled_out(query, key, value, sinks, mask, keywords) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse, one query at a time. A logit of −inf counts as a pair that may not attend."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    keywords = {name: x if x is None or isinstance(x, float) else np.asarray(x) for name, x in keywords.items()}
+    keywords = {
+        name: x if x is None or isinstance(x, float | Bounds) else np.asarray(x) for name, x in keywords.items()
+    }
     batch, q_len, num_heads, head_dim = query.shape
     kv_len, group = key.shape[1], num_heads // key.shape[2]
     scale = head_dim**-0.5 if keywords["scale"] is None else keywords["scale"]

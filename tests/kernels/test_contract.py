@@ -11,6 +11,7 @@ import pytest
 
 from kernels import (
     BlockwiseTuning,
+    Bounds,
     LocalMask,
     MosaicBackwardTuning,
     MosaicForwardTuning,
@@ -74,7 +75,7 @@ def run_case(case, rng, attend, *, dtype=jnp.float32, with_lse=True):
     arrays, keywords, cotangents = case.inputs(rng, dtype)
     actual = compiled_value_and_gradients(attend, arrays, keywords, cotangents, with_lse=with_lse)
     exact = [None if x is None else x.astype(jnp.float32) for x in arrays]
-    traced_keywords = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
+    traced_keywords = {name: x for name, x in keywords.items() if isinstance(x, jax.Array | Bounds)}
     expected = compiled_reference(case, with_lse)(exact, traced_keywords, cotangents)
     assert actual[0].dtype == dtype
     assert_close(actual, expected, dtype)
@@ -416,6 +417,21 @@ INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwar
     ids=lambda case: case.name,
 )
 def test_mosaic_gpu_interpreted(case, rng):
+    run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
+
+
+# Several tiles to a row, so that rows have holes and tiles without a mask.
+BOUNDED = [
+    dataclasses.replace(case, batch=2, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1)
+    for case in CASES
+    if case.bounds is not None
+]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.jax_0_11
+@by_name("case", BOUNDED)
+def test_mosaic_gpu_interpreted_within_bounds(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 
