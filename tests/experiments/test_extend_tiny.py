@@ -63,10 +63,12 @@ def make_smaller(config: TrainConfig, *, seed: int) -> TrainConfig:
     """The page with fewer steps, and with one narrow layer."""
     first, second = config.phases
     if second.sequence_length is not None:
-        second = dataclasses.replace(second, batch_size=4)
+        second = dataclasses.replace(second, batch_size=2)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, num_layers=1, width=64, num_heads=2, num_kv_heads=2, mlp_width=128),
+        model=dataclasses.replace(
+            config.model, vocab_size=64, num_layers=1, width=64, num_heads=2, num_kv_heads=2, mlp_width=128
+        ),
         seed=seed,
         num_steps=260,
         batch_size=32,
@@ -85,8 +87,9 @@ def test_a_smaller_model_shows_the_direction(tmp_path, monkeypatch):
 
     A guess is right in 1 of 16. Both runs have their first phase in common.
     """
-    monkeypatch.setattr("trainer.evaluate.tasks.key_values.ADJECTIVES", ADJECTIVES[:16])
-    monkeypatch.setattr("trainer.evaluate.tasks.key_values.NOUNS", NOUNS[:8])
+    for module in ("trainer.evaluate.tasks.key_values", "experiments.extend_tiny"):
+        monkeypatch.setattr(f"{module}.ADJECTIVES", ADJECTIVES[:16])
+        monkeypatch.setattr(f"{module}.NOUNS", NOUNS[:8])
 
     def make_few(name, tasks, num_documents, num_bytes, num_questions, *, noise):
         if num_bytes[1] < 600:
