@@ -158,7 +158,7 @@ def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
 @pytest.mark.parametrize("name", ["tree", "forest", "images", "images_window_1024", "window_4096"])
 def test_pairs_within_bounds_are_counted(name):
     rng, length = np.random.default_rng(), 2048
-    mask = CausalMask() if name in ("tree", "forest") else FullMask()
+    mask = FullMask() if name.startswith("images") else CausalMask()
     bounds = draw_bounds(name, length, rng)
     index = np.arange(length)
     dense = np.asarray(mask(index[:, None], index)) & np.asarray(bounds.allowed(length, length))
@@ -248,6 +248,9 @@ def test_a_name_says_what_the_case_is(name):
     assert (head_dim[0], head_dim[-1]) == (case.head_dim, case.output_dim)
     assert ("sinks" in words) == case.has_sinks
     assert ("documents" in words) == (case.document_length is not None)
+    if case.bounds is not None:
+        assert case.bounds == "_".join(words).removeprefix("bounds_")
+        return
     left = int(words[words.index("window") + 1]) - 1 if "window" in words else None
     assert case.mask.window == ((None, None) if "full" in words else (left, 0))
 

@@ -21,7 +21,7 @@ def draw_bounds(name: BoundsName, length: int, rng: np.random.Generator) -> Boun
     Args:
       name: `tree`: a prompt of half the length, and eight completions of it. `forest`: 200 trees of random sizes, each
         with random branches. `images`: blocks of 256 tokens in a text, which see their own block whole. `window_…`: of
-        as many tokens; images see their own block beside it.
+        as many tokens; images see their own block beside it. All but `images` go with a causal mask.
     """
     index = np.arange(length)
     if name == "tree":
@@ -34,16 +34,18 @@ def draw_bounds(name: BoundsName, length: int, rng: np.random.Generator) -> Boun
         for start, stop in zip([0, *cuts.tolist()], [*cuts.tolist(), length], strict=True):
             _grow(ends, start, stop, rng)
         return Bounds(q_end=jnp.asarray(ends))
-    window = int(name.rpartition("_")[2]) if "window" in name else None
-    starts, ends = None if window is None else index - window + 1, index + 1
-    if name.startswith("images"):
-        # Images and texts of as many tokens, at random.
-        block = index // _IMAGE
-        is_image = (rng.random(block[-1] + 1) < 0.5)[block]
-        ends = np.where(is_image, (block + 1) * _IMAGE, ends)
-        starts = None if starts is None else np.where(is_image, np.minimum(starts, block * _IMAGE), starts)
-    k_start = None if starts is None else jnp.asarray(starts, jnp.int32)
-    return Bounds(k_start=k_start, k_end=jnp.asarray(ends, jnp.int32))
+    starts = index - int(name.rpartition("_")[2]) + 1 if "window" in name else None
+    if not name.startswith("images"):
+        return Bounds(k_start=jnp.asarray(starts, jnp.int32))
+    # Images and texts of as many tokens, at random.
+    block = index // _IMAGE
+    is_image = (rng.random(block[-1] + 1) < 0.5)[block]
+    ends = np.where(is_image, (block + 1) * _IMAGE, index + 1)
+    bounds = Bounds(k_end=jnp.asarray(ends, jnp.int32))
+    if starts is None:
+        return bounds
+    starts = np.where(is_image, np.minimum(starts, block * _IMAGE), starts)
+    return bounds._replace(k_start=jnp.asarray(starts, jnp.int32))
 
 
 def _grow(ends: np.ndarray, start: int, stop: int, rng: np.random.Generator) -> None:

@@ -120,7 +120,7 @@ BOUNDS = {
     "1x16x32768x128_window_1024": Case(1, 32_768, 16, 16, 128, WINDOW_1024),
     "1x16x32768x128_images_window_1024": Case(1, 32_768, 16, 16, 128, FullMask(), bounds="images_window_1024"),
     "1x16x32768x128_window_4096": HOPPER["1x16x32768x128_window_4096"],
-    "1x16x32768x128_bounds_window_4096": Case(1, 32_768, 16, 16, 128, FullMask(), bounds="window_4096"),
+    "1x16x32768x128_bounds_window_4096": Case(1, 32_768, 16, 16, 128, CAUSAL, bounds="window_4096"),
 }
 """Masks as data, each behind the static mask that it is compared with: a prompt with completions, a forest of random
 trees, images in a text, and a window."""

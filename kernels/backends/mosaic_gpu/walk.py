@@ -20,10 +20,10 @@ def tells_numbers(call: AttentionCall, streamed: Side) -> bool:
 
 def tell_number(memory: Any, slot, number, full) -> None:
     """Producer: writes a tile's number to its stage. It arrives at the barrier `full`."""
-    memory[-1, slot, 0] = number
+    memory[memory.shape[0] - 1, slot, 0] = number
     plgpu.barrier_arrive(full)
 
 
 def told_number(memory: Any, slot) -> Any:
     """Consumer: the number of a stage's tile."""
-    return memory[-1, slot, 0]
+    return memory[memory.shape[0] - 1, slot, 0]
