@@ -58,7 +58,7 @@ def attend_over_mesh(
       layout: of the arrays on the mesh.
       segment_ids: document of each token; only equal ids attend.
       positions: of the tokens, on which the mask is evaluated. They count up by one within each document, whose tokens
-        follow one another in the sequence. None: indices in the sequence.
+        follow one another in the sequence; with bounds they may be any. None: indices in the sequence.
       token_order: the index in the sequence of each token, in the order of the ranks, for
         `sequence_sharding="balanced"`, as `shard_sequence` returns it with its default chunk size: whole chunks, in any
         order; with bounds, in rising order on each rank. The order of the other shardings is known.

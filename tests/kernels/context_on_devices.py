@@ -53,6 +53,7 @@ class Case(NamedTuple):
     sizes: Sizes = Sizes()
     implementation: str | Tuning | None = None
     bounds: str | None = None
+    may_restart: bool = False  # positions are in any order, as bounds allow
 
 
 # The mask, and its definition on (heads, query, key) positions.
@@ -126,8 +127,11 @@ def compare(rng, case):
         ids = (names[::-1] if case.documents == "falling" else names)[documents]
         positions = np.stack([np.arange(length) - np.searchsorted(row, row) for row in documents])
         same = ids[:, None, :, None] == ids[:, None, None, :]
+    has_positions = case.may_restart or (ids is not None and not mask.translation_invariant)
+    if case.may_restart:
+        positions = rng.integers(0, length // 2, place.shape)
     heads = np.arange(num_heads)[None, :, None, None]
-    evaluated_on = place if mask.translation_invariant else positions
+    evaluated_on = positions if has_positions else place
     allowed = definition(heads, evaluated_on[:, None, :, None], evaluated_on[:, None, None, :]) & same
     bounds = None if case.bounds is None else draw_bounds(rng, case.bounds, batch, length, length)
     bounds = jax.tree.map(lambda bound: np.broadcast_to(bound, place.shape), bounds)
@@ -169,7 +173,7 @@ def compare(rng, case):
             mask,
             layout,
             segment_ids=None if ids is None else sharded(ids),
-            positions=None if ids is None or mask.translation_invariant else sharded(positions).astype(jnp.int32),
+            positions=sharded(positions).astype(jnp.int32) if has_positions else None,
             bounds=jax.tree.map(sharded, bounds),
             token_order=jnp.asarray(token_order) if case.sequence_sharding == "balanced" else None,
             sinks=sinks,

@@ -122,6 +122,12 @@ def test_what_an_exchange_cannot_serve_is_refused_and_never_computed_otherwise(
         compare(rng, Case(shape, exchange, sequence_sharding, mask, "rising", True, True, implementation="reference"))
 
 
+def test_a_halo_refuses_positions_that_may_restart(rng, float64):
+    case = Case((1, 1, 2), "halo", "contiguous", "window", "none", False, False, bounds="tree", may_restart=True)
+    with pytest.raises(ValueError, match="needs positions that count up within a document, and with bounds they may"):
+        compare(rng, case)
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """A few CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
@@ -188,6 +194,13 @@ def test_bounds_of_queries_and_of_keys_in_any_order_are_numpys(exchange, rng, fl
     if exchange == "peer":
         case = case._replace(sizes=Sizes(length=192), implementation=SMALL_TILES)
     check(rng, [case])
+
+
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "halo"])
+def test_under_bounds_positions_may_restart_within_a_document(exchange, rng, float64, gpus):
+    """A window then reaches tokens that are far away in the sequence, before the query and after it."""
+    case = Case((1, 1, 4), exchange, "contiguous", "window", "rising", False, False, implementation="reference")
+    check(rng, [case._replace(bounds="tree", may_restart=True, documents=name) for name in ("rising", "none")])
 
 
 def test_bounds_within_a_shard_map_are_indices_in_the_whole_sequence(rng, float64):

@@ -27,6 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.context.exchanges.halo import reach_by_side
 from kernels.context.exchanges.needed import may_share_documents
 from kernels.context.rank import Rank
 from kernels.context.spans import Spans
@@ -191,13 +192,8 @@ class Ring(NamedTuple):
 
 def num_hops(call: AttentionCall, split: Split) -> int:
     """Ranks whose keys a rank's queries may attend to, its own among them."""
-    lookback = call.mask.lookback
-    if (
-        split.sequence_sharding != "contiguous"
-        or call.mask.num_heads is not None
-        or call.mask.looks_ahead
-        or lookback is None
-    ):
+    lookback, ahead = reach_by_side(call)
+    if split.sequence_sharding != "contiguous" or call.mask.num_heads is not None or ahead != 0 or lookback is None:
         return split.num_ranks
     return min(split.num_ranks, 1 + -(-lookback // call.q_len))
 
@@ -230,7 +226,7 @@ def documents_bound_hops(call: AttentionCall, split: Split) -> bool:
     return (
         call.has_segment_ids
         and split.sequence_sharding == "contiguous"
-        and not call.mask.looks_ahead
+        and reach_by_side(call)[1] == 0
         and num_hops(call, split) > 1
     )
 
