@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from kernels.backends.triton.key_intervals import make_key_intervals
+from kernels.backends.triton.key_intervals import make_index_intervals, make_key_intervals
 from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import array_namespace
@@ -140,28 +140,41 @@ def launch_pass(
     """Runs a kernel: one program for each head's query tiles, or if transposed for each head's key/value tiles.
 
     After matrices and vectors the kernel reads the bounds of each program's tiles `[W, R, 4]`, the queries' intervals
-    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. Its
-    further constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become
-    logits: these are capped after `to_cap`, if there is a cap, and `to_log2` converts them to units of log₂.
+    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. What
+    bounds add has no array of its own, so that calls without bounds keep their kernels: after the rows come the columns
+    `[W, R + C, 4]`, after the intervals of positions those of indices `[W, 4, T]`, and before key positions the keys'
+    intervals of queries `[B, 3, S]`. The kernel's further constants are strides between elements of the batch (0:
+    shared), shapes, tiles, and how dot products become logits: these are capped after `to_cap`, if there is a cap, and
+    `to_log2` converts them to units of log₂.
     """
-    bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
-    first, last, key_positions = make_key_intervals(inputs, call)
-    intervals = jnp.asarray(array_namespace(first, last).stack([first, last], axis=1))
-    plan = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
+    rows = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True)
+    bounds, num_rows = rows.bounds, rows.num_rows
+    if rows.columns is not None:
+        bounds = jnp.concatenate([jnp.broadcast_to(bounds, (call.batch, num_rows, 4)), rows.columns], axis=1)
+    first, last, key_tokens = make_key_intervals(inputs, call)
+    of_queries, of_keys = make_index_intervals(inputs, call)
+    of_tokens = [first, last] if of_queries is None else jnp.broadcast_arrays(first, last, *of_queries)
+    intervals = jnp.asarray(array_namespace(first, last).stack(of_tokens, axis=1))
+    if of_keys is not None:
+        key_tokens = jnp.stack([*of_keys, *([] if key_tokens is None else [key_tokens])], axis=1)
+    plan = (bounds, intervals, key_tokens, inputs.query_segment_ids, inputs.key_value_segment_ids)
     absent = jnp.zeros(1, jnp.int32)
     cap = call.logits_soft_cap
     return launch(
         kernel,
         (*(x.array for x in matrices.values()), *vectors, *(absent if x is None else x for x in plan)),
         outputs,
-        grid=(bounds.shape[1], call.num_kv_heads if transposed else call.num_heads, call.batch),
+        grid=(num_rows, call.num_kv_heads if transposed else call.num_heads, call.batch),
         constants={
             **{f"{name}_at": operand.layout for name, operand in matrices.items()},
             **constants,
             "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
-            "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
+            "interval_stride": len(of_tokens) * call.q_len if len(intervals) > 1 else 0,
             "has_positions": call.has_positions,
             "has_ids": call.has_segment_ids,
+            "has_columns": rows.columns is not None,
+            "bounds_of_queries": of_queries is not None,
+            "bounds_of_keys": of_keys is not None,
             "to_cap": None if cap is None else call.scale / cap,
             "to_log2": _LOG2_E * (call.scale if cap is None else cap),
             "group_size": call.group_size,
@@ -224,9 +237,9 @@ def load_tokens(start, first, length: tl.constexpr, size: tl.constexpr, other):
 
 
 @triton.jit
-def load_intervals(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
-    """The intervals of queries `first` …, as their first and their last keys; empty past the last query."""
-    return load_tokens(start, first, q_len, block_q, 0), load_tokens(start + q_len, first, q_len, block_q, -1)
+def load_intervals(start, first, length: tl.constexpr, size: tl.constexpr):
+    """The intervals of tokens `first` …, as what they begin and end with; empty past the last token."""
+    return load_tokens(start, first, length, size, 0), load_tokens(start + length, first, length, size, -1)
 
 
 @triton.jit
@@ -238,12 +251,81 @@ def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, h
         return first + tl.arange(0, size)
 
 
+class QueryTokens(NamedTuple):
+    """What says which keys a block's queries may attend to: the first and the last position, the document, the first and
+    the last index, and the query's own index. None is what the call doesn't have.
+    """
+
+    first: tl.tensor
+    last: tl.tensor
+    ids: tl.tensor
+    first_key: tl.tensor
+    last_key: tl.tensor
+    index: tl.tensor
+
+
+@triton.jit
+def load_queries(
+    row_first, row_last, intervals, ids, batch, begin, interval_stride: tl.constexpr, q_len: tl.constexpr,
+    block_q: tl.constexpr, has_ids: tl.constexpr, bounds_of_queries: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the queries from `begin` on, whose intervals of positions are loaded."""
+    row_ids, first_key, last_key = None, None, None
+    if has_ids:
+        row_ids = load_tokens(ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
+    if bounds_of_queries:
+        start = intervals + batch * interval_stride + 2 * q_len
+        first_key, last_key = load_intervals(start, begin, q_len, block_q)
+    return QueryTokens(row_first, row_last, row_ids, first_key, last_key, (begin + tl.arange(0, block_q))[:, None])
+
+
+@triton.jit
+def may_attend(
+    queries, key_tokens, key_ids, batch, at, kv_len: tl.constexpr, block_kv: tl.constexpr,
+    has_positions: tl.constexpr, bounds_of_keys: tl.constexpr,
+):  # fmt: skip
+    """The pairs of a block's queries and the keys from `at` on that mask, documents and bounds allow."""
+    key_tokens += batch * (kv_len * (2 * bounds_of_keys + has_positions))
+    position = load_key_positions(key_tokens + 2 * kv_len * bounds_of_keys, at, kv_len, block_kv, has_positions)[None, :]
+    allowed = (queries.first[:, None] <= position) & (position <= queries.last[:, None])
+    if queries.ids is not None:
+        allowed &= queries.ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
+    if queries.first_key is not None:
+        index = (at + tl.arange(0, block_kv))[None, :]
+        allowed &= (queries.first_key[:, None] <= index) & (index <= queries.last_key[:, None])
+    if bounds_of_keys:
+        first_query, last_query = load_intervals(key_tokens, at, kv_len, block_kv)
+        allowed &= (first_query[None, :] <= queries.index) & (queries.index <= last_query[None, :])
+    return allowed
+
+
 @triton.jit
 def read_row(bounds, row):
     """(Number of PARTIAL tiles, of those before the FULL ones, start, full_start, full_stop) of a query tile."""
     start, full_start = tl.load(bounds + 4 * row), tl.load(bounds + 4 * row + 1)
     full_stop, stop = tl.load(bounds + 4 * row + 2), tl.load(bounds + 4 * row + 3)
     return full_start - start + stop - full_stop, full_start - start, start, full_start, full_stop
+
+
+@triton.jit
+def next_run(columns, row, tile, full_start, full_stop, stop):
+    """The first run of tiles of one kind, PARTIAL or FULL, at `tile:stop`, in the form of `read_row`.
+
+    Its last number is where the run stops. `columns` are looked at 128 at a time, and a run that goes on is cut there.
+    """
+    column = tile + tl.arange(0, 128)
+    start, others = columns + 4 * column, column < stop
+    is_met = others & (tl.load(start, mask=others, other=0) <= row) & (row < tl.load(start + 3, mask=others, other=0))
+    is_full = (tl.load(start + 1, mask=others, other=0) <= row) & (row < tl.load(start + 2, mask=others, other=0))
+    is_full &= is_met & (full_start <= column) & (column < full_stop)
+    stop = tl.minimum(stop, tile + 128)
+    begin = tl.min(tl.where(is_met, column, stop))
+    begin_full = tl.min(tl.where(is_full, column, stop))
+    # A run of FULL tiles ends before a tile that isn't FULL, one of PARTIAL tiles before one that is FULL or EMPTY.
+    goes_on = tl.where(begin == begin_full, is_full, is_met & (is_full == 0))
+    stop = tl.min(tl.where((column > begin) & (goes_on == 0), column, stop))
+    num_partial = tl.where(begin == begin_full, 0, stop - begin)
+    return num_partial, num_partial, begin, begin + num_partial, stop
 
 
 @triton.jit
