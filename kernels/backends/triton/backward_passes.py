@@ -90,7 +90,8 @@ def _key_value_kernel(
     d_key_at: tl.constexpr, d_value_at: tl.constexpr, d_query_at: tl.constexpr,
     scale: tl.constexpr, fused: tl.constexpr,
     bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
-    has_columns: tl.constexpr, bounds_of_queries: tl.constexpr, bounds_of_keys: tl.constexpr,
+    has_columns: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
@@ -107,7 +108,7 @@ def _key_value_kernel(
     bounds += batch * bounds_stride
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
     own_tokens = _load_keys(
-        key_tokens, key_ids, batch, begin, kv_len, block_kv, has_positions, has_ids, bounds_of_keys
+        key_tokens, key_ids, batch, begin, kv_len, block_kv, has_positions, has_ids, has_q_start, has_q_end
     )
 
     dk = tl.zeros((block_kv, block_h), tl.float32)
@@ -118,7 +119,7 @@ def _key_value_kernel(
             run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
             dk, dv = _add_query_run(
                 dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head, *run,
-                query_at, d_output_at, d_query_at, fused, interval_stride, bounds_of_queries, to_cap, to_log2,
+                query_at, d_output_at, d_query_at, fused, interval_stride, has_k_start, has_k_end, to_cap, to_log2,
                 group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
             )  # fmt: skip
             tile = run[4]
@@ -126,7 +127,7 @@ def _key_value_kernel(
         dk, dv = _add_query_run(
             dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head,
             num_partial, num_before, row_start, full_start, full_stop,
-            query_at, d_output_at, d_query_at, fused, interval_stride, bounds_of_queries, to_cap, to_log2,
+            query_at, d_output_at, d_query_at, fused, interval_stride, has_k_start, has_k_end, to_cap, to_log2,
             group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
         )  # fmt: skip
 
@@ -136,47 +137,55 @@ def _key_value_kernel(
 
 
 class _KeyTokens(NamedTuple):
-    """What says which queries may attend to a block's keys, `[block_kv, 1]`; None is what the call doesn't have."""
+    """What says which queries may attend to a block's keys, and their indices. None is what the call doesn't have."""
 
     position: tl.tensor
     ids: tl.tensor
-    first_query: tl.tensor
-    last_query: tl.tensor
+    q_start: tl.tensor
+    q_end: tl.tensor
     index: tl.tensor
 
 
 @triton.jit
 def _load_keys(
-    tokens, ids, batch, first, kv_len: tl.constexpr, block_kv: tl.constexpr, has_positions: tl.constexpr,
-    has_ids: tl.constexpr, bounds_of_keys: tl.constexpr,
+    key_tokens, key_ids, batch, begin, kv_len: tl.constexpr, block_kv: tl.constexpr, has_positions: tl.constexpr,
+    has_ids: tl.constexpr, has_q_start: tl.constexpr, has_q_end: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the keys from `first` on."""
-    tokens += batch * (kv_len * (2 * bounds_of_keys + has_positions))
-    position = load_key_positions(tokens + 2 * kv_len * bounds_of_keys, first, kv_len, block_kv, has_positions)[:, None]
-    own_ids, first_query, last_query = None, None, None
+    """The tokens of the keys from `begin` on."""
+    key_tokens += batch * (kv_len * (has_positions + has_q_start + has_q_end))
+    position = load_key_positions(key_tokens, begin, kv_len, block_kv, has_positions)[:, None]
+    own_ids, q_start, q_end = None, None, None
     if has_ids:
-        own_ids = load_tokens(ids + batch * kv_len, first, kv_len, block_kv, 0)[:, None]
-    if bounds_of_keys:
-        first_query, last_query = load_intervals(tokens, first, kv_len, block_kv)
-        first_query, last_query = first_query[:, None], last_query[:, None]
-    return _KeyTokens(position, own_ids, first_query, last_query, (first + tl.arange(0, block_kv))[:, None])
+        own_ids = load_tokens(key_ids + batch * kv_len, begin, kv_len, block_kv, 0)[:, None]
+    bounds = key_tokens + has_positions * kv_len
+    if has_q_start:
+        q_start = load_tokens(bounds, begin, kv_len, block_kv, 0)
+    if has_q_end:
+        q_end = load_tokens(bounds + has_q_start * kv_len, begin, kv_len, block_kv, 0)
+    return _KeyTokens(position, own_ids, q_start, q_end, begin + tl.arange(0, block_kv))
 
 
 @triton.jit
 def _may_be_attended(
-    keys, intervals, query_ids, at, q_len: tl.constexpr, block_q: tl.constexpr, bounds_of_queries: tl.constexpr
-):
-    """The reverse of `may_attend`: the pairs of a block's keys and the queries from `at` on."""
+    keys, intervals, query_ids, at, q_len: tl.constexpr, block_q: tl.constexpr, has_k_start: tl.constexpr,
+    has_k_end: tl.constexpr,
+):  # fmt: skip
+    """The pairs of a block's keys and the queries from `at` on that mask, documents and bounds allow."""
     row_first, row_last = load_intervals(intervals, at, q_len, block_q)
     allowed = (row_first[None, :] <= keys.position) & (keys.position <= row_last[None, :])
     if keys.ids is not None:
         allowed &= load_tokens(query_ids, at, q_len, block_q, 0)[None, :] == keys.ids
-    if bounds_of_queries:
-        first_key, last_key = load_intervals(intervals + 2 * q_len, at, q_len, block_q)
-        allowed &= (first_key[None, :] <= keys.index) & (keys.index <= last_key[None, :])
-    if keys.first_query is not None:
-        index = (at + tl.arange(0, block_q))[None, :]
-        allowed &= (keys.first_query <= index) & (index <= keys.last_query)
+    bounds = intervals + 2 * q_len
+    if has_k_start:
+        allowed &= load_tokens(bounds, at, q_len, block_q, 0)[None, :] <= keys.index[:, None]
+    if has_k_end:
+        k_end = load_tokens(bounds + has_k_start * q_len, at, q_len, block_q, 0)[None, :]
+        allowed &= keys.index[:, None] < k_end
+    index = (at + tl.arange(0, block_q))[None, :]
+    if keys.q_start is not None:
+        allowed &= keys.q_start[:, None] <= index
+    if keys.q_end is not None:
+        allowed &= index < keys.q_end[:, None]
     return allowed
 
 
@@ -185,8 +194,8 @@ def _add_query_run(
     dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head,
     num_partial, num_before, start, full_start, full_stop,
     query_at: tl.constexpr, d_output_at: tl.constexpr, d_query_at: tl.constexpr,
-    fused: tl.constexpr, interval_stride: tl.constexpr, bounds_of_queries: tl.constexpr,
-    to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
+    fused: tl.constexpr, interval_stride: tl.constexpr, has_k_start: tl.constexpr,
+    has_k_end: tl.constexpr,     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
@@ -196,8 +205,9 @@ def _add_query_run(
         member, rank = _head_and_rank(step, num_partial, group_size)
         at = partial_tile(rank, num_before, start, full_stop) * block_q
         allowed = _may_be_attended(
-            own_tokens, intervals + batch * interval_stride, query_ids + batch * q_len, at, q_len, block_q, bounds_of_queries
-        )
+            own_tokens, intervals + batch * interval_stride, query_ids + batch * q_len, at, q_len, block_q, has_k_start,
+            has_k_end,
+        )  # fmt: skip
         dk, dv = _add_query_tile(
             dk, dv, k, v, query, d_output, d_query, lse, delta, batch, kv_head * group_size + member, at, allowed, True,
             query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
@@ -275,7 +285,8 @@ def _query_kernel(
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_query_at: tl.constexpr, scale: tl.constexpr,
     bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
-    has_columns: tl.constexpr, bounds_of_queries: tl.constexpr, bounds_of_keys: tl.constexpr,
+    has_columns: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
@@ -296,7 +307,7 @@ def _query_kernel(
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
     row_tokens = load_queries(
         row_first, row_last, intervals, query_ids, batch, begin, interval_stride, q_len, block_q, has_ids,
-        bounds_of_queries,
+        has_k_start, has_k_end,
     )  # fmt: skip
 
     dq = tl.zeros((block_q, block_h), tl.float32)
@@ -306,7 +317,7 @@ def _query_kernel(
             run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
             dq = _add_key_run(
                 dq, q, do, keys, values, row_lse, row_delta, row_tokens, key_tokens, key_ids, batch, *run,
-                key_at, value_at, has_positions, bounds_of_keys, to_cap, to_log2,
+                key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
                 kv_len, head_dim, value_dim, block_kv, block_h, block_v,
             )  # fmt: skip
             tile = run[4]
@@ -314,7 +325,7 @@ def _query_kernel(
         dq = _add_key_run(
             dq, q, do, keys, values, row_lse, row_delta, row_tokens, key_tokens, key_ids, batch,
             num_partial, num_before, row_start, full_start, full_stop,
-            key_at, value_at, has_positions, bounds_of_keys, to_cap, to_log2,
+            key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
             kv_len, head_dim, value_dim, block_kv, block_h, block_v,
         )  # fmt: skip
 
@@ -327,7 +338,7 @@ def _add_key_run(
     dq, q, do, keys, values, row_lse, row_delta, row_tokens, key_tokens, key_ids, batch,
     num_partial, num_before, start, full_start, full_stop,
     key_at: tl.constexpr, value_at: tl.constexpr, has_positions: tl.constexpr,
-    bounds_of_keys: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr,
     kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +348,7 @@ def _add_key_run(
         k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
         v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
         allowed = may_attend(
-            row_tokens, key_tokens, key_ids, batch, at, kv_len, block_kv, has_positions, bounds_of_keys
+            row_tokens, key_tokens, key_ids, batch, at, kv_len, block_kv, has_positions, has_q_start, has_q_end
         )
         dq = _add_key_tile(dq, q, do, k, v, row_lse, row_delta, allowed, True, to_cap, to_log2)
     for tile in range(full_start, full_stop):

@@ -63,7 +63,8 @@ def _forward_kernel(
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, output_at: tl.constexpr,
     has_sinks: tl.constexpr,
     bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
-    has_columns: tl.constexpr, bounds_of_queries: tl.constexpr, bounds_of_keys: tl.constexpr,
+    has_columns: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
@@ -85,7 +86,7 @@ def _forward_kernel(
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     row_tokens = load_queries(
         row_first, row_last, intervals, query_ids, batch, begin, interval_stride, q_len, block_q, has_ids,
-        bounds_of_queries,
+        has_k_start, has_k_end,
     )  # fmt: skip
     if has_columns:
         tile, stop = row_start, full_stop + num_partial - num_before
@@ -93,7 +94,7 @@ def _forward_kernel(
             run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
             acc, row_sum, row_max = _add_run(
                 acc, row_sum, row_max, q, keys, values, row_tokens, key_tokens, key_ids, batch, *run,
-                key_at, value_at, has_positions, bounds_of_keys, to_cap, to_log2,
+                key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
                 kv_len, head_dim, value_dim, block_kv, block_h, block_v,
             )  # fmt: skip
             tile = run[4]
@@ -101,7 +102,7 @@ def _forward_kernel(
         acc, row_sum, row_max = _add_run(
             acc, row_sum, row_max, q, keys, values, row_tokens, key_tokens, key_ids, batch,
             num_partial, num_before, row_start, full_start, full_stop,
-            key_at, value_at, has_positions, bounds_of_keys, to_cap, to_log2,
+            key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
             kv_len, head_dim, value_dim, block_kv, block_h, block_v,
         )  # fmt: skip
 
@@ -126,7 +127,7 @@ def _add_run(
     acc, row_sum, row_max, q, keys, values, row_tokens, key_tokens, key_ids, batch,
     num_partial, num_before, start, full_start, full_stop,
     key_at: tl.constexpr, value_at: tl.constexpr, has_positions: tl.constexpr,
-    bounds_of_keys: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr,
     kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +137,7 @@ def _add_run(
         k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
         v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
         allowed = may_attend(
-            row_tokens, key_tokens, key_ids, batch, at, kv_len, block_kv, has_positions, bounds_of_keys
+            row_tokens, key_tokens, key_ids, batch, at, kv_len, block_kv, has_positions, has_q_start, has_q_end
         )
         logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
         acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from kernels.backends.triton.key_intervals import make_index_intervals, make_key_intervals
+from kernels.backends.triton.key_intervals import make_key_intervals, remaining_bounds
 from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.masks.bounds import OF_KEYS, OF_QUERIES
 from kernels.masks.intervals import array_namespace
 from kernels.plan import make_rows
 
@@ -140,23 +141,25 @@ def launch_pass(
     """Runs a kernel: one program for each head's query tiles, or if transposed for each head's key/value tiles.
 
     After matrices and vectors the kernel reads the bounds of each program's tiles `[W, R, 4]`, the queries' intervals
-    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. What
-    bounds add has no array of its own, so that calls without bounds keep their kernels: after the rows come the columns
-    `[W, R + C, 4]`, after the intervals of positions those of indices `[W, 4, T]`, and before key positions the keys'
-    intervals of queries `[B, 3, S]`. The kernel's further constants are strides between elements of the batch (0:
-    shared), shapes, tiles, and how dot products become logits: these are capped after `to_cap`, if there is a cap, and
-    `to_log2` converts them to units of log₂.
+    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. What a
+    call's bounds add follows in the same arrays, so that calls without bounds keep their kernels: columns after rows,
+    the queries' bounds after their intervals, and the keys' bounds after their positions. The kernel's further
+    constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become logits:
+    these are capped after `to_cap`, if there is a cap, and `to_log2` converts them to units of log₂.
     """
     rows = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True)
     bounds, num_rows = rows.bounds, rows.num_rows
     if rows.columns is not None:
         bounds = jnp.concatenate([jnp.broadcast_to(bounds, (call.batch, num_rows, 4)), rows.columns], axis=1)
     first, last, key_tokens = make_key_intervals(inputs, call)
-    of_queries, of_keys = make_index_intervals(inputs, call)
-    of_tokens = [first, last] if of_queries is None else jnp.broadcast_arrays(first, last, *of_queries)
-    intervals = jnp.asarray(array_namespace(first, last).stack(of_tokens, axis=1))
-    if of_keys is not None:
-        key_tokens = jnp.stack([*of_keys, *([] if key_tokens is None else [key_tokens])], axis=1)
+    remaining = remaining_bounds(call)
+    of_queries, of_keys = (
+        [getattr(inputs.bounds, name) for name in names if name in remaining] for names in (OF_QUERIES, OF_KEYS)
+    )
+    xp = array_namespace(first, last, *of_queries)
+    intervals = jnp.asarray(xp.stack(xp.broadcast_arrays(first, last, *of_queries), axis=1))
+    if of_keys:
+        key_tokens = jnp.stack([*([] if key_tokens is None else [key_tokens]), *of_keys], axis=1)
     plan = (bounds, intervals, key_tokens, inputs.query_segment_ids, inputs.key_value_segment_ids)
     absent = jnp.zeros(1, jnp.int32)
     cap = call.logits_soft_cap
@@ -169,12 +172,11 @@ def launch_pass(
             **{f"{name}_at": operand.layout for name, operand in matrices.items()},
             **constants,
             "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
-            "interval_stride": len(of_tokens) * call.q_len if len(intervals) > 1 else 0,
+            "interval_stride": intervals.shape[1] * call.q_len if len(intervals) > 1 else 0,
             "has_positions": call.has_positions,
             "has_ids": call.has_segment_ids,
             "has_columns": rows.columns is not None,
-            "bounds_of_queries": of_queries is not None,
-            "bounds_of_keys": of_keys is not None,
+            **{f"has_{name}": name in remaining for name in OF_QUERIES + OF_KEYS},
             "to_cap": None if cap is None else call.scale / cap,
             "to_log2": _LOG2_E * (call.scale if cap is None else cap),
             "group_size": call.group_size,
@@ -252,50 +254,55 @@ def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, h
 
 
 class QueryTokens(NamedTuple):
-    """What says which keys a block's queries may attend to: the first and the last position, the document, the first and
-    the last index, and the query's own index. None is what the call doesn't have.
-    """
+    """What says which keys a block's queries may attend to, and their indices. None is what the call doesn't have."""
 
     first: tl.tensor
     last: tl.tensor
     ids: tl.tensor
-    first_key: tl.tensor
-    last_key: tl.tensor
+    k_start: tl.tensor
+    k_end: tl.tensor
     index: tl.tensor
 
 
 @triton.jit
 def load_queries(
     row_first, row_last, intervals, ids, batch, begin, interval_stride: tl.constexpr, q_len: tl.constexpr,
-    block_q: tl.constexpr, has_ids: tl.constexpr, bounds_of_queries: tl.constexpr,
+    block_q: tl.constexpr, has_ids: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the queries from `begin` on, whose intervals of positions are loaded."""
-    row_ids, first_key, last_key = None, None, None
+    """The tokens of the queries from `begin` on, whose intervals are loaded."""
+    row_ids, k_start, k_end = None, None, None
     if has_ids:
         row_ids = load_tokens(ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
-    if bounds_of_queries:
-        start = intervals + batch * interval_stride + 2 * q_len
-        first_key, last_key = load_intervals(start, begin, q_len, block_q)
-    return QueryTokens(row_first, row_last, row_ids, first_key, last_key, (begin + tl.arange(0, block_q))[:, None])
+    bounds = intervals + batch * interval_stride + 2 * q_len
+    if has_k_start:
+        k_start = load_tokens(bounds, begin, q_len, block_q, 0)
+    if has_k_end:
+        k_end = load_tokens(bounds + has_k_start * q_len, begin, q_len, block_q, 0)
+    return QueryTokens(row_first, row_last, row_ids, k_start, k_end, begin + tl.arange(0, block_q))
 
 
 @triton.jit
 def may_attend(
     queries, key_tokens, key_ids, batch, at, kv_len: tl.constexpr, block_kv: tl.constexpr,
-    has_positions: tl.constexpr, bounds_of_keys: tl.constexpr,
+    has_positions: tl.constexpr, has_q_start: tl.constexpr, has_q_end: tl.constexpr,
 ):  # fmt: skip
     """The pairs of a block's queries and the keys from `at` on that mask, documents and bounds allow."""
-    key_tokens += batch * (kv_len * (2 * bounds_of_keys + has_positions))
-    position = load_key_positions(key_tokens + 2 * kv_len * bounds_of_keys, at, kv_len, block_kv, has_positions)[None, :]
+    key_tokens += batch * (kv_len * (has_positions + has_q_start + has_q_end))
+    position = load_key_positions(key_tokens, at, kv_len, block_kv, has_positions)[None, :]
     allowed = (queries.first[:, None] <= position) & (position <= queries.last[:, None])
     if queries.ids is not None:
         allowed &= queries.ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
-    if queries.first_key is not None:
-        index = (at + tl.arange(0, block_kv))[None, :]
-        allowed &= (queries.first_key[:, None] <= index) & (index <= queries.last_key[:, None])
-    if bounds_of_keys:
-        first_query, last_query = load_intervals(key_tokens, at, kv_len, block_kv)
-        allowed &= (first_query[None, :] <= queries.index) & (queries.index <= last_query[None, :])
+    index = (at + tl.arange(0, block_kv))[None, :]
+    if queries.k_start is not None:
+        allowed &= queries.k_start[:, None] <= index
+    if queries.k_end is not None:
+        allowed &= index < queries.k_end[:, None]
+    bounds = key_tokens + has_positions * kv_len
+    if has_q_start:
+        allowed &= load_tokens(bounds, at, kv_len, block_kv, 0)[None, :] <= queries.index[:, None]
+    if has_q_end:
+        q_end = load_tokens(bounds + has_q_start * kv_len, at, kv_len, block_kv, 0)[None, :]
+        allowed &= queries.index[:, None] < q_end
     return allowed
 
 
