@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.softmax import MASKED, RunningSoftmax, matmul, soft_capped
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks.bounds import OF_QUERIES, is_within
-from kernels.masks.intervals import TileKind, kleene_and
 from kernels.plan import Row, Rows, make_rows
 from kernels.tracing.mesh_axes import vary
 
@@ -174,19 +173,17 @@ def _pad_tokens(x: Array, length: int, fill: float) -> Array:
 
 def _over_tiles(row: Row, visit: Callable, carry):
     """Calls `visit(rank, carry, full=…)` for each tile of a row: the PARTIAL ones, then the FULL ones."""
-    if row.kind_by_column is not None:
-        return jax.lax.fori_loop(0, row.num_tiles, functools.partial(_visit_by_column, row, visit), carry)
+    if row.kind is not None:
+        return jax.lax.fori_loop(0, row.num_tiles, functools.partial(_visit_unless_empty, row, visit), carry)
     carry = jax.lax.fori_loop(0, row.num_partial, functools.partial(visit, full=False), carry)
     return jax.lax.fori_loop(row.num_partial, row.num_tiles, functools.partial(visit, full=True), carry)
 
 
-def _visit_by_column(row: Row, visit: Callable, rank, carry):
-    """Visits a tile whose column has a say, if it isn't EMPTY."""
-    assert row.kind_by_column is not None
-    by_row = jnp.where(rank < row.num_partial, TileKind.PARTIAL, TileKind.FULL)
-    kind = kleene_and(by_row, row.kind_by_column(row.tile(rank)))
+def _visit_unless_empty(row: Row, visit: Callable, rank, carry):
+    """Visits a tile of a row that has EMPTY ones."""
+    assert row.kind is not None
     visits = [functools.partial(visit, rank, full=full) for full in (False, True)]
-    return jax.lax.switch(kind, [lambda carry: carry, *visits], carry)
+    return jax.lax.switch(row.kind(row.tile(rank)), [lambda carry: carry, *visits], carry)
 
 
 def fwd(

@@ -48,10 +48,8 @@ class Bounds(NamedTuple):
         allowed = jnp.ones((q_len, kv_len), bool)
         for name in self.given:
             bound = getattr(self, name)
-            of_query = name in OF_QUERIES
-            allowed = allowed & is_within(
-                name, k if of_query else q, bound[..., None] if of_query else bound[..., None, :]
-            )
+            index, limit = (k, bound[..., None]) if name in OF_QUERIES else (q, bound[..., None, :])
+            allowed = allowed & is_within(name, index, limit)
         return allowed
 
 

@@ -4,6 +4,7 @@
 segment ids or positions are given. Both give `Rows`.
 """
 
+from kernels.plan.bounds import counted
 from kernels.plan.device import make_rows, tile_kinds_at
 from kernels.plan.host import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.plan.rows import Row, Rows, list_rows
@@ -13,6 +14,7 @@ __all__ = [
     "Row",
     "Rows",
     "count_allowed_pairs",
+    "counted",
     "list_rows",
     "make_block_plan",
     "make_rows",

@@ -7,8 +7,6 @@ rows × columns numbers is made.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -84,25 +82,15 @@ def tile_kinds_under_bounds(
     return kinds
 
 
-class TileCounts(NamedTuple):
-    """How many tiles of each row are PARTIAL and FULL, and the first of each, for a kernel that walks the row."""
-
-    num_partial: Int[Array, "B R"]
-    first_partial: Int[Array, "B R"]
-    num_full: Int[Array, "B R"]
-    first_full: Int[Array, "B R"]
-
-
-def count_tiles(rows: Rows) -> TileCounts:
-    """The counts of rows with columns' bounds. XLA evaluates all tiles and keeps none."""
+def counted(rows: Rows) -> Rows:
+    """Rows with their counts, for a kernel that walks them. XLA evaluates the kind of every tile, and keeps none."""
     assert rows.columns is not None
     num_columns = rows.columns.shape[1]
     row, column = (jnp.arange(n, dtype=jnp.int32) for n in (rows.num_rows, num_columns))
     own = kind_of(column, *(rows.bounds[:, :, None, i] for i in range(4)))
     kinds = kleene_and(own, kind_of(row[:, None], *(rows.columns[:, None, :, i] for i in range(4))))
-
-    def count(kind: TileKind):
+    counts = []
+    for kind in (TileKind.PARTIAL, TileKind.FULL):
         is_kind = kinds == kind
-        return is_kind.sum(-1, dtype=jnp.int32), jnp.where(is_kind, column, num_columns).min(-1)
-
-    return TileCounts(*count(TileKind.PARTIAL), *count(TileKind.FULL))
+        counts += [is_kind.sum(-1, dtype=jnp.int32), jnp.where(is_kind, column, num_columns).min(-1)]
+    return rows._replace(counts=jnp.stack(counts, axis=-1))

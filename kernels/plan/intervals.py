@@ -39,8 +39,9 @@ class Extents(NamedTuple):
     highest: Int[Array, "B tiles"]
 
 
-def extents(tokens: Int[Array, "B L"], block: int) -> Extents:
-    """Lowest and highest number of each tile of `block` tokens."""
+def extents(tokens: Int[Array, "B L"] | None, block: int) -> Extents:
+    """Lowest and highest number of each tile of `block` tokens, which are given."""
+    assert tokens is not None
     # Repeating the last token doesn't change a tile's extent.
     filled = jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
     by_tile = filled.reshape(tokens.shape[0], -1, block)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kernels.masks.intervals import Integers, TileKind, array_namespace
+from kernels.masks.intervals import Integers, TileKind, array_namespace, kleene_and
 from kernels.plan.intervals import Intervals, kind_of
 
 
@@ -30,12 +30,15 @@ class Rows(NamedTuple):
         Of a list (first entry, number of PARTIAL tiles, 0, number of tiles).
       tiles: int32, the lists; None for intervals.
       columns: beside intervals, of each column the rows that may visit it, as `bounds` of an interval; None: all may.
-        Then a tile's kind is the lower one of those by its row's interval and by its column's (`Row.kind_by_column`).
+        Then a tile's kind is the lower one of those by its row's interval and by its column's.
+      counts: of rows that a kernel walks, beside `columns`: number of PARTIAL tiles, the first one, number of FULL
+        tiles, the first one (`kernels.plan.bounds.counted`).
     """
 
     bounds: Int[Integers, "W R 4"]
     tiles: Int[Integers, "W n"] | None
     columns: Int[Array, "B C 4"] | None = None
+    counts: Int[Array, "B R 4"] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -69,17 +72,18 @@ class Rows(NamedTuple):
         a, b, c, d = (self.bounds[own, row, i] for i in range(4))
         if self.tiles is not None:
             return Row(num_tiles=d, num_partial=b, first=(own, a), tiles=self.tiles)
-        kind_by_column = None
-        if self.columns is not None:
-            kind_by_column = functools.partial(self._kind_by_column, batch, row)
-        num_partial = (b - a) + (d - c)
-        return Row(
-            num_tiles=d - a, num_partial=num_partial, first=(a, b, c), shift=shift, kind_by_column=kind_by_column
-        )
+        if self.columns is None:
+            return Row(num_tiles=d - a, num_partial=(b - a) + (d - c), first=(a, b, c), shift=shift)
+        kind = functools.partial(self._kind, batch, row, (a, b, c, d))
+        if self.counts is None:
+            return Row(num_tiles=d - a, num_partial=(b - a) + (d - c), first=(a, b, c), kind=kind)
+        num_partial, first_partial, num_full, first_full = (self.counts[batch, row, i] for i in range(4))
+        return Row(num_partial + num_full, num_partial, first=(first_partial, first_full), kind=kind)
 
-    def _kind_by_column(self, batch, row, column):
+    def _kind(self, batch, row, bounds, tile):
         assert self.columns is not None
-        return kind_of(row, *(self.columns[batch, column, i] for i in range(4)))
+        by_column = kind_of(row, *(self.columns[batch, tile, i] for i in range(4)))
+        return kleene_and(kind_of(tile, *bounds), by_column)
 
 
 @dataclass(frozen=True)
@@ -88,10 +92,11 @@ class Row:
 
     Attributes:
       num_tiles, num_partial: its number of tiles, and how many of them are PARTIAL.
-      first: of an interval its first three bounds, of a list (element of the batch, first entry).
+      first: of an interval its first three bounds, of a list (element of the batch, first entry), of a row that is
+        walked its first PARTIAL and its first FULL tile.
       tiles: the lists, or None.
       shift: by how many an interval's FULL tiles are rotated, or None.
-      kind_by_column: the tile kind of a tile by its column; None if columns have no say.
+      kind: the tile kind of a tile of an interval with EMPTY ones; None: PARTIAL tiles come first, the others are FULL.
     """
 
     num_tiles: Any
@@ -99,13 +104,14 @@ class Row:
     first: tuple[Any, ...]
     tiles: Any = None
     shift: Any = None
-    kind_by_column: Callable[[Any], Any] | None = None
+    kind: Callable[[Any], Any] | None = None
 
     def tile(self, rank):
         """The rank-th tile, PARTIAL ones first."""
         if self.tiles is not None:
             batch, entry = self.first
             return self.tiles[batch, entry + rank]
+        assert len(self.first) == 3, "a walked row has no tile of a rank"
         start, full_start, full_stop = self.first
         num_before = full_start - start
         if self.shift is not None:
@@ -114,6 +120,27 @@ class Row:
             rank = jnp.where(rank < self.num_partial, rank, rotated)
         after = jnp.where(rank < self.num_partial, full_stop - num_before, full_start - self.num_partial)
         return rank + jnp.where(rank < num_before, start, after)
+
+    def walk(self, num_steps, visit: Callable[[Any, Any, Any], None]) -> None:
+        """Walks over the tiles of a row with counts, PARTIAL ones first, over and over, within a kernel.
+
+        Args:
+          num_steps: how many tiles to visit.
+          visit: called with the step, the tile's rank in the row, and the tile.
+        """
+        assert self.kind is not None
+        kind, (first_partial, first_full) = self.kind, self.first
+
+        def step_to_next(step, tile):
+            rank = jax.lax.rem(step, self.num_tiles)
+            wanted = jnp.where(rank < self.num_partial, jnp.int32(TileKind.PARTIAL), jnp.int32(TileKind.FULL))
+            tile = jnp.where(rank == 0, first_partial, tile)
+            tile = jnp.where(rank == self.num_partial, first_full, tile)
+            tile = jax.lax.while_loop(lambda tile: kind(tile) != wanted, lambda tile: tile + 1, tile)
+            visit(step, rank, tile)
+            return tile + 1
+
+        jax.lax.fori_loop(0, num_steps, step_to_next, jnp.int32(0))
 
 
 def list_rows(tile_kinds: Int[Integers, "W R C"]) -> Rows:

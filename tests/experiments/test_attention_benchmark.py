@@ -14,6 +14,7 @@ import pytest
 from experiments.benchmarks.attention import contenders, speed_table
 from experiments.benchmarks.attention import measure as measuring
 from experiments.benchmarks.attention.__main__ import SUITES, AttentionArguments, Suite, cells, headings, main, measure
+from experiments.benchmarks.attention.bounds import count_pairs_within, draw_bounds
 from experiments.benchmarks.attention.cases import CASES, Case, describe, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
 from experiments.benchmarks.attention.timing import AttentionContender, speed_ratio, time_in_rounds
@@ -154,6 +155,19 @@ def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
     assert [row["backend"] for row in rows_of(PACKED, "blockwise", "xla") if "refused" in row] == ["xla"]
 
 
+@pytest.mark.parametrize("name", ["tree", "forest", "images", "images_window_1024", "window_4096"])
+def test_pairs_within_bounds_are_counted(name):
+    rng, length = np.random.default_rng(), 2048
+    mask = FullMask() if name.startswith("images") else CausalMask()
+    bounds = draw_bounds(name, length, rng)
+    index = np.arange(length)
+    dense = np.asarray(mask(index[:, None], index)) & np.asarray(bounds.allowed(length, length))
+    assert count_pairs_within(bounds, mask, length) == dense.sum()
+    assert dense.any(1).all()
+    if name == "tree":
+        assert not dense[length // 2 + length // 16, length // 2 + length // 16 - 1], "a sibling is seen"
+
+
 def test_more_keys_and_narrow_values_are_counted_and_served_at_every_length():
     case = dataclasses.replace(SMALL, mask=FullMask(), kv_length=1280, value_dim=8)
     for length in (256, 64):
@@ -189,7 +203,7 @@ def test_documents_are_an_input_of_what_is_timed():
     other = dataclasses.replace(problem, segment_ids=jnp.zeros_like(problem.segment_ids))
     program = contenders.lower(problem, "blockwise", "forward").lowered.compile()
     one_document = compile_contender(other, "blockwise", "forward").start()
-    np.testing.assert_allclose(program(other.arrays, other.segment_ids), one_document, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(program(other.arrays, other.tokens), one_document, rtol=1e-5, atol=1e-5)
     assert np.abs(contender.start() - one_document).max() > 0.1
 
 
@@ -234,6 +248,9 @@ def test_a_name_says_what_the_case_is(name):
     assert (head_dim[0], head_dim[-1]) == (case.head_dim, case.output_dim)
     assert ("sinks" in words) == case.has_sinks
     assert ("documents" in words) == (case.document_length is not None)
+    if case.bounds is not None:
+        assert case.bounds == "_".join(words).removeprefix("bounds_")
+        return
     left = int(words[words.index("window") + 1]) - 1 if "window" in words else None
     assert case.mask.window == ((None, None) if "full" in words else (left, 0))
 

@@ -16,6 +16,7 @@ from kernels import (
     MosaicBackwardTuning,
     MosaicForwardTuning,
     MosaicGpuTuning,
+    NumpyMask,
     PrefixMask,
     SplashTuning,
     Target,
@@ -243,13 +244,40 @@ LONG = [
         "permuted_positions",
         "everything",
         "value_dim",
+        "all_bounds",
+        "bounds_of_keys",
+        "tree",
+        "tree_in_documents",
+        "image_blocks",
+        "bounds_of_a_gap",
+        "bounds_per_head",
+        "everything_bounded",
     )
 ]
 
 
 IN_ONE_TILE = [case for case in CASES if case.name not in {long.name for long in LONG}]
 # The fused backward walks its own grid and adds dQ up outside of the kernel; masks reach it as they do the split one.
-FUSED = [case for case in LONG if case.name in ("window", "per_head", "cross", "packed", "everything")]
+FUSED = [
+    case
+    for case in LONG
+    if case.name
+    in (
+        "window",
+        "per_head",
+        "cross",
+        "packed",
+        "everything",
+        "all_bounds",
+        "tree_in_documents",
+        "bounds_per_head",
+        "everything_bounded",
+    )
+]
+# The forward and dK/dV take these in parts of a tile, but for the second and the last, whose keys have numbers.
+IN_SEVERAL_SIZES = [
+    case for case in LONG if case.name in ("scattered_segments", "everything", "image_blocks", "bounds_of_keys")
+]
 
 
 @pytest.mark.sample(12)
@@ -263,18 +291,21 @@ def test_splash_in_many_tiles(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 def test_splash_with_the_fused_backward(case, rng):
     run_case(case, rng, through_implementation(case, dataclasses.replace(SPLASH, backward="fused")))
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in LONG if case.name in ("scattered_segments", "everything")], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", IN_SEVERAL_SIZES, ids=lambda case: case.name)
 def test_splash_in_tiles_of_several_sizes(case, rng):
     sizes = SplashTuning(128, 256, 128, 256, 256, 128, 256, 128, interpret=True)
     run_case(case, rng, through_implementation(case, sizes))
+
+
+def test_splash_looks_up_no_pairs_of_a_full_tile_that_documents_cut(rng):
+    case = Case("looked_up", NumpyMask(np.tri(289, dtype=bool)), q_len=289, kv_len=289, segments="packed")
+    run_case(case, rng, through_implementation(case, SPLASH))
 
 
 @by_name(("case", "backward", "dtype"), [(SPOILED[0], "split", jnp.float32), (SPOILED[1], "fused", jnp.bfloat16)])
@@ -290,13 +321,19 @@ def test_splash_in_bfloat16(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH), dtype=jnp.bfloat16)
 
 
+# Several tiles to a row, so that rows have holes and tiles without a mask.
+BOUNDED = [
+    dataclasses.replace(case, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1)
+    for case in CASES
+    if case.bounds is not None
+]
 MOSAIC_GPU_REFUSES = {"numpy_mask", "negative_scale"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward", ["fused", "split"])
-@pytest.mark.parametrize("case", CASES + LONG + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
+@pytest.mark.parametrize("case", CASES + LONG + BOUNDED + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
 def test_mosaic_gpu(case, backward, dtype, rng):
     attend = through_implementation(case, MosaicGpuTuning(backward))
     if case.name in MOSAIC_GPU_REFUSES:
@@ -321,7 +358,7 @@ def test_mosaic_gpu_hides_no_nan(case, backward, dtype, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES + LONG if case.name not in MOSAIC_GPU_REFUSES],
+    [case for case in CASES + LONG + BOUNDED if case.name not in MOSAIC_GPU_REFUSES],
     ids=lambda case: f"{case.name}-{case.q_len}",
 )
 @pytest.mark.parametrize("backward", ["fused", "split"])
@@ -417,6 +454,13 @@ INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwar
     ids=lambda case: case.name,
 )
 def test_mosaic_gpu_interpreted(case, rng):
+    run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.jax_0_11
+@by_name("case", BOUNDED)
+def test_mosaic_gpu_interpreted_within_bounds(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info_lib
 
 from kernels import (
+    Bounds,
     CausalMask,
     ChunkedCausalMask,
     FullMask,
@@ -125,6 +126,24 @@ def test_documents_skip_the_tiles_between_them(transposed):
     alone = passes.planned_mask(call, walk, NO_TOKENS).info
     assert int((np.asarray(alone.block_mask) > 0).sum()) == 8 * 9 // 2
     assert int((np.asarray(info.block_mask) > 0).sum()) == 3 * 4 // 2 + 2 * 3 // 2 + 3 * 4 // 2
+
+
+TREE = {"q_end": np.repeat([1024, 512, 768, 1024], 256)}
+SHIFTED_WINDOW = {"k_start": np.arange(1024) - 300, "k_end": np.arange(1024) - 99}
+
+
+@pytest.mark.parametrize("backward", ["split", "fused"])
+@pytest.mark.parametrize("bounds", [TREE, SHIFTED_WINDOW], ids=["tree", "shifted_window"])
+def test_bounds_skip_the_tiles_that_they_empty(bounds, backward):
+    """Also the holes of a row, as between the siblings of a tree. Against all pairs."""
+    bounds = Bounds(**{name: jnp.asarray(x.clip(0, 1024), jnp.int32) for name, x in bounds.items()})
+    call = call_of(CausalMask(), 1024, bounds=bounds.given)
+    pairs = np.tri(1024, dtype=bool) & np.asarray(bounds.allowed(1024, 1024))
+    expected = [(0, int(i), int(j)) for i, j in np.argwhere(pairs.reshape(8, 128, 8, 128).any(axis=(1, 3)))]
+    assert len(expected) < 8 * 9 // 2
+    for walk in all_passes(call, SplashTuning.square(128, backward=backward)):
+        info = passes.planned_mask(call, walk, passes.Tokens(bounds=bounds)).info
+        assert visited_tiles(info, walk.transposed) == expected
 
 
 def visited_tiles(info, transposed):
@@ -330,6 +349,10 @@ def test_upstreams_kernels_still_take_what_they_are_given():
         (
             call_of(NumpyMask(np.ones((64, 64), bool)), 64, has_query_positions=True),
             "at positions that are known on the device only",
+        ),
+        (
+            call_of(NumpyMask(np.ones((64, 64), bool)), 64, bounds=("k_end",)),
+            r"can't look NumpyMask\(.*\) up beside bounds",
         ),
         (
             call_of(CausalMask(), 1 << 20),

@@ -28,7 +28,7 @@ COMPILE = textwrap.dedent("""
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
 
     def compile_case(mask, length=1024, heads=(4, 2), head_dims=(32, 32), dtype="bfloat16", backward="split", block=256,
-                     segments=False, positions=False, sinks=False, cap=None, tuning=True):
+                     segments=False, positions=False, bounds="", sinks=False, cap=None, tuning=True):
         def shape(*dims, dtype=dtype):
             return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
@@ -37,7 +37,8 @@ COMPILE = textwrap.dedent("""
                 query, key, value, eval(mask), device=device, return_lse=True, logits_soft_cap=cap,
                 query_segment_ids=ids if segments else None, key_value_segment_ids=ids if segments else None,
                 query_positions=places if positions else None,
-                key_value_positions=places if positions == "both" else None, sinks=sink_logits if sinks else None,
+                key_value_positions=places if positions == "both" else None,
+                bounds=Bounds(**dict.fromkeys(bounds.split(), places)), sinks=sink_logits if sinks else None,
                 implementation=SplashTuning.square(block, backward=backward) if tuning else None)
             return output.astype(jnp.float32).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
@@ -64,6 +65,7 @@ CASES = {
     "context shard": {"mask": "CausalMask() & LocalMask(700, 0)", "positions": True},
     "keys out of order": {"mask": "CausalMask() & LocalMask(700, 0)", "positions": "both", "segments": True},
     "masks without intervals": {"mask": "MultiHeadMask([~LocalMask(9, 9), CausalMask()] * 2)", "positions": "both"},
+    "bounds": {"mask": "CausalMask()", "bounds": "k_start k_end q_start q_end", "positions": True, "segments": True},
     "narrow heads": {"mask": "CausalMask()", "head_dims": (20, 24)},
     "wide heads, own tiles": {"mask": "CausalMask()", "head_dims": (256, 256), "tuning": False},
 }

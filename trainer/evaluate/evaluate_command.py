@@ -41,8 +41,8 @@ class EvaluateCommand:
     examples: int = 1
     """Contexts of each task, length and depth; of a task without depths as many as of all depths together."""
     questions: int = 1
-    """Questions about one context, whose keys and values they share. Each question of a needle task adds its own needles,
-    so more than one makes the task harder than RULER's."""
+    """Questions about one context, whose keys and values they share. Each question of a needle task adds needles, so
+    more than one makes the task harder than RULER's."""
     documents: int = 8
     """Documents at most that each loss is measured on: as many of the longest, and of each power of two in length."""
     files: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from experiments.benchmarks.attention.accuracy import measure_errors, quantities
-from experiments.benchmarks.attention.cases import CASES, FA3, HOPPER, TRITON, WINDOWS, Case
+from experiments.benchmarks.attention.cases import BOUNDS, CASES, FA3, HOPPER, TRITON, WINDOWS, Case
 from experiments.benchmarks.attention.contenders import FORMS
 from experiments.benchmarks.attention.measure import measure_speed
 from experiments.benchmarks.attention.peers import PEERS
@@ -57,6 +57,7 @@ SUITES = {
     ),
     "fa3": Suite(tuple(FA3), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
     "windows": Suite(tuple(WINDOWS), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
+    "bounds": Suite(tuple(BOUNDS), ("mosaic_gpu", "torch_flex"), "torch_flex"),
     "triton": Suite(
         tuple(TRITON), ("triton_split", "triton_fused", "pallas_triton", "tokamax_triton", "cudnn"), "pallas_triton"
     ),
@@ -69,10 +70,11 @@ class AttentionArguments:
 
     cases: tuple[str, ...] | None = None
     """Names from CASES; the suite's, or `window_1024`, if not given."""
-    suite: Literal["hopper", "cudnn", "fa3", "windows", "triton"] | None = None
+    suite: Literal["hopper", "cudnn", "fa3", "windows", "bounds", "triton"] | None = None
     """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `cudnn`, cuDNN through
     JAX and called directly; `fa3`, FlashAttention-3 and cuDNN on Hopper GPUs; `windows`, narrow windows beside these
-    two; `triton`, both forms of the Triton kernels and other Triton kernels."""
+    two; `bounds`, masks as data beside FlexAttention; `triton`, both forms of the Triton kernels and others' Triton
+    kernels."""
     backends: tuple[str, ...] | None = None
     """Names of the backends' table and of other attentions; the suite's, or `blockwise` and `xla`, if not given."""
     baseline: str | None = None

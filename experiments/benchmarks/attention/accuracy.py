@@ -67,6 +67,8 @@ def truth(problem: Problem) -> dict[str, np.ndarray]:
     The weights that there are at a time take 8 KB for each of the batch's tokens, and a few such arrays are needed.
     """
     case, ids = problem.case, problem.segment_ids
+    if problem.bounds is not None:
+        raise ValueError(f"errors are measured without bounds, not with {case.bounds!r}; leave the case out")
     # All parts have as many queries, so that one program computes them all.
     num_queries = math.gcd(problem.length, _MOST_QUERIES)
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import CausalMask, FullMask, LocalMask, Mask, count_allowed_pairs
+from experiments.benchmarks.attention.bounds import BoundsName, count_pairs_within, draw_bounds
+from kernels import Bounds, CausalMask, FullMask, LocalMask, Mask, count_allowed_pairs
 
 Direction = Literal["forward", "forward_backward"]
 Arrays = dict[str, jax.Array]
@@ -27,6 +28,7 @@ class Case:
       kv_length: number of keys; None for as many as queries.
       value_dim: head dim of values and outputs; None for `head_dim`.
       has_sinks: each query head has an attention sink.
+      bounds: what the bounds describe, a name of `draw_bounds`; None for none.
     """
 
     batch: int
@@ -41,6 +43,7 @@ class Case:
     kv_length: int | None = None
     value_dim: int | None = None
     has_sinks: bool = False
+    bounds: BoundsName | None = None
 
     def __post_init__(self):
         if self.kv_length is not None and not (self.mask.allows_all and self.document_length is None):
@@ -109,6 +112,19 @@ FA3 = {
 """The shapes that are compared with FlashAttention-3: pretraining's, gpt-oss's layers with sinks, packed documents,
 keys that are more than the queries, and multi-head latent attention's two head dims."""
 
+BOUNDS = {
+    "1x16x32768x128": HOPPER["1x16x32768x128"],
+    "1x16x32768x128_tree": Case(1, 32_768, 16, 16, 128, CAUSAL, bounds="tree"),
+    "1x16x131072x128_forest": Case(1, 131_072, 16, 16, 128, CAUSAL, bounds="forest"),
+    "1x16x32768x128_images": Case(1, 32_768, 16, 16, 128, FullMask(), bounds="images"),
+    "1x16x32768x128_window_1024": Case(1, 32_768, 16, 16, 128, WINDOW_1024),
+    "1x16x32768x128_images_window_1024": Case(1, 32_768, 16, 16, 128, FullMask(), bounds="images_window_1024"),
+    "1x16x32768x128_window_4096": HOPPER["1x16x32768x128_window_4096"],
+    "1x16x32768x128_bounds_window_4096": Case(1, 32_768, 16, 16, 128, CAUSAL, bounds="window_4096"),
+}
+"""Masks as data, each behind the static mask that it is compared with: a prompt with completions, a forest of random
+trees, images in a text, and a window."""
+
 WINDOWS = {
     **{
         f"1x16x32768x128_window_{size}": Case(1, 32_768, 16, 16, 128, LocalMask(size - 1, 0))
@@ -141,6 +157,7 @@ CASES = {
     **FA3,
     **WINDOWS,
     **TRITON,
+    **BOUNDS,
 }
 
 
@@ -151,14 +168,21 @@ class Problem:
     Attributes:
       arrays: query, key, value, d_output and, of a case that has them, sinks.
       segment_ids: int32 `[batch, length]`, or None for one document.
-      num_pairs: pairs that mask and documents allow, over all heads and the batch.
+      bounds: of the batch; None for none.
+      num_pairs: pairs that mask, documents and bounds allow, over all heads and the batch.
     """
 
     case: Case
     length: int
     arrays: Arrays
     segment_ids: jax.Array | None
+    bounds: Bounds | None
     num_pairs: int
+
+    @property
+    def tokens(self) -> tuple[jax.Array | None, Bounds | None]:
+        """What a program takes beside `arrays`."""
+        return self.segment_ids, self.bounds
 
     def flops(self, direction: str) -> float:
         """FLOPs of the allowed pairs in a direction, such as "forward_backward"; a backward counts as 2.5 forwards."""
@@ -170,8 +194,11 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
     """Draws the inputs of a case, at its own length or another."""
     length = case.length if length is None else length
     rng = np.random.default_rng()
-    arrays = draw_arrays(case, length, rng)
-    if case.document_length is None:
+    arrays, bounds = draw_arrays(case, length, rng), None
+    if case.bounds is not None:
+        bounds, segment_ids = draw_bounds(case.bounds, length, rng), None
+        num_pairs = case.batch * count_pairs_within(bounds, case.mask, length)
+    elif case.document_length is None:
         num_pairs, segment_ids = case.batch * count_allowed_pairs(case.mask, length, case.num_keys(length)), None
     else:
         documents = [_document_lengths(case, length, rng) for _ in range(case.batch)]
@@ -179,7 +206,7 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
         # The masks of these cases depend on distances alone, so that each document is a sequence of its own.
         assert case.mask.translation_invariant
         num_pairs = sum(count_allowed_pairs(case.mask, int(n), int(n)) for x in documents for n in x)
-    return Problem(case, length, arrays, segment_ids, num_pairs * case.num_heads)
+    return Problem(case, length, arrays, segment_ids, bounds, num_pairs * case.num_heads)
 
 
 def draw_arrays(case: Case, length: int, rng: np.random.Generator) -> Arrays:

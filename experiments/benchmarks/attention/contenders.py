@@ -57,7 +57,7 @@ def compile_contender(
     assert memory is not None, "every platform of JAX's own has it"
     return AttentionContender(
         backend if isinstance(backend, str) else repr(backend),
-        functools.partial(program, problem.arrays, problem.segment_ids),
+        functools.partial(program, problem.arrays, problem.tokens),
         jax.block_until_ready,
         length,
         compile_s,
@@ -79,34 +79,37 @@ def compile_calls(
     # Traced and lowered once, however often it is called.
     call, rng = jax.jit(_function(problem, backend, direction)), np.random.default_rng()
 
-    def run(inputs: list[Arrays], segment_ids):
+    def run(inputs: list[Arrays], tokens):
         results: list[Any] = []
         for arrays in inputs:
             if results:
                 # A layer waits for the one before; calls that don't might run side by side, or share kernels.
                 results[-1], arrays = jax.lax.optimization_barrier((results[-1], arrays))
-            results.append(call(arrays, segment_ids))
+            results.append(call(arrays, tokens))
         return results
 
     inputs = [draw_arrays(problem.case, contender.length, rng) for _ in range(num_calls)]
-    program = jax.jit(run).lower(inputs, problem.segment_ids).compile()
-    start = functools.partial(program, inputs, problem.segment_ids)
+    program = jax.jit(run).lower(inputs, problem.tokens).compile()
+    start = functools.partial(program, inputs, problem.tokens)
     return dataclasses.replace(contender, start=start, calls_per_program=num_calls)
 
 
 def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> Lowering:
     """Traces and lowers a backend of JAX for a problem.
 
-    Segment ids are an input: a constant's tiles would be planned while compiling.
+    Segment ids and bounds are inputs: a constant's tiles would be planned while compiling.
     """
-    return lower_in_stages(jax.jit(_function(problem, backend, direction)), problem.arrays, problem.segment_ids)
+    return lower_in_stages(jax.jit(_function(problem, backend, direction)), problem.arrays, problem.tokens)
 
 
 def _function(problem: Problem, backend: str | Tuning, direction: Direction) -> Callable[[Arrays, Any], Any]:
-    """One call as a function of arrays and segment ids."""
+    """One call as a function of arrays, and of segment ids and bounds."""
 
-    def attend(query, key, value, sinks=None, *, segment_ids):
+    def attend(query, key, value, sinks=None, *, tokens):
+        segment_ids, bounds = tokens
         if isinstance(backend, str) and backend in PEERS:
+            if bounds is not None:
+                raise ValueError("has no bounds")
             return PEERS[backend](query, key, value, sinks, segment_ids, problem)
         return dot_product_attention(
             query,
@@ -115,15 +118,16 @@ def _function(problem: Problem, backend: str | Tuning, direction: Direction) -> 
             problem.case.mask,
             query_segment_ids=segment_ids,
             key_value_segment_ids=segment_ids,
+            bounds=bounds,
             sinks=sinks,
             implementation=FORMS.get(backend, backend) if isinstance(backend, str) else backend,
         )
 
-    def forward(arrays, segment_ids):
-        return attend(*(arrays[name] for name in problem.case.inputs), segment_ids=segment_ids)
+    def forward(arrays, tokens):
+        return attend(*(arrays[name] for name in problem.case.inputs), tokens=tokens)
 
-    def forward_backward(arrays, segment_ids):
-        one_problem = functools.partial(attend, segment_ids=segment_ids)
+    def forward_backward(arrays, tokens):
+        one_problem = functools.partial(attend, tokens=tokens)
         output, vjp = jax.vjp(one_problem, *(arrays[name] for name in problem.case.inputs))
         return output, vjp(arrays["d_output"])
 

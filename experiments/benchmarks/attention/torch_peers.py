@@ -72,7 +72,7 @@ def _scaled_dot_product(backend: str, problem: Problem) -> Callable[..., Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     window = problem.case.mask.window
-    if problem.segment_ids is not None or window not in ((None, None), (None, 0)):
+    if problem.tokens != (None, None) or window not in ((None, None), (None, 0)):
         raise ValueError(f"has full and causal masks of one document only, not {problem.case.mask!r}")
 
     def attend(*inputs, enable_gqa: bool):
@@ -95,9 +95,14 @@ def _flex(problem: Problem) -> Callable[..., Any]:
         raise ValueError(f"is written for masks of distances here, not {case.mask!r}")
     left, right = (max(num_queries, num_keys) if side is None else side for side in case.mask.window)
     ids = None if problem.segment_ids is None else torch.tensor(np.array(problem.segment_ids), device="cuda")
+    bounds = {} if problem.bounds is None else {name: getattr(problem.bounds, name) for name in problem.bounds.given}
+    limits = {name: torch.tensor(np.array(bound), device="cuda") for name, bound in bounds.items()}
 
     def allowed(b, h, q, kv):
         inside = (kv - q <= right) & (q - kv <= left)
+        for name, limit in limits.items():
+            index, own = (kv, q) if name.startswith("k") else (q, kv)
+            inside = inside & (index >= limit[own] if name.endswith("start") else index < limit[own])
         return inside if ids is None else inside & (ids[b, q] == ids[b, kv])
 
     # Importing jax-triton empties it for the whole process (jax_triton/triton_lib.py), and PyTorch then can't compile.

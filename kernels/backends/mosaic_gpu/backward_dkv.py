@@ -37,7 +37,7 @@ from kernels.backends.mosaic_gpu.dkv_memory import (
 from kernels.backends.mosaic_gpu.dkv_steps import SplitStep, step_class
 from kernels.backends.mosaic_gpu.offset_columns import DELTA_OFFSET, LSE_OFFSET, offset_weights
 from kernels.backends.mosaic_gpu.preprocess import with_offsets
-from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays
+from kernels.backends.mosaic_gpu.tile_mask import TileMask
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper
@@ -59,7 +59,7 @@ def backward_dkv(
     elif fused:
         arrays = arrays._replace(d_query=zeroed_ref(arrays.query.shape, jnp.float32, arrays.query))
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
-    same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
+    same_start = call.mask.same_keys_for_all_queries and not (call.has_segment_ids or call.has_positions or call.bounds)
     form = step_class(call, fused=fused)
     dkv = BackwardPass(
         name="attention_backward" if fused else "attention_dkv",
@@ -94,11 +94,13 @@ def _load(context: DkvContext) -> None:
     else:
         load_keys_and_values()
 
-    @pl.loop(0, num_steps)
-    def copy_tile(step):
+    def copy_tile(step, found=None):
         slot = barriers.q.slot(step)
         one_head = context.call.group_size == 1
-        head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
+        if found is not None:
+            head, number, rank = context.walked_query_tile(step, found)
+        else:
+            head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these numbers, and so need no registers for them.
@@ -126,6 +128,7 @@ def _load(context: DkvContext) -> None:
                 wait_for_last_block()
                 load_keys_and_values()
 
+    context.for_each_tile(copy_tile)
     if tuning.persistent:
 
         @pl.when(num_steps == 0)

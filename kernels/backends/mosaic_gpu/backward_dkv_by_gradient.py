@@ -28,6 +28,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
+from kernels.backends.mosaic_gpu.walk import tell_number, tells_numbers, told_number
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper, add_product
 from kernels.hopper.memory import Pipeline, matrix
@@ -69,14 +70,14 @@ def dkv_by_gradient_scratch(
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
         lse_delta=plgpu.SMEM((2, num_stages, block_q), jnp.float32),
         p=matrix(_NUM_P_BUFFERS, WGMMA_ROWS, block_q, dtype=jnp.float32),
-        tokens=token_memory(call, num_stages, block_q),
+        tokens=token_memory(call, "query", num_stages, block_q, numbered=tells_numbers(call, "query")),
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
     return smem, ByGradientBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
-        q=ring(num_copies=2 + num_token_arrays(call)),
+        q=ring(num_copies=2 + num_token_arrays(call, "query") + tells_numbers(call, "query")),
         do=ring(num_copies=2),
         p=Pipeline.memory(_NUM_P_BUFFERS, num_consumers=1),
         done=plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
@@ -96,22 +97,25 @@ def backward_dkv_by_gradient(
 def _load(context: ByGradientContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
-    barriers, block, num_steps = context.barriers, context.block, context.num_steps
+    barriers, block = context.barriers, context.block
     context.load_keys_and_values(barriers.k, barriers.v)
 
-    @pl.loop(0, num_steps)
-    def copy_tile(step):
+    def copy_tile(step, found=None):
         slot = barriers.q.slot(step)
-        head, number, _ = context.query_tile(step)
+        head, number, _ = context.query_tile(step) if found is None else context.walked_query_tile(step, found)
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
         q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
+        if tells_numbers(context.call, "query"):
+            tell_number(smem.tokens, slot, number, q_full)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
         plgpu.copy_gmem_to_smem(gmem.lse.at[block.batch, head, queries], smem.lse_delta.at[LSE, slot], q_full)
         gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, q_full)
         barriers.do.producer_acquire(step, slot)
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
         plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
+
+    context.for_each_tile(copy_tile)
 
 
 def _finish(barriers: ByGradientBarriers, num_steps) -> None:
@@ -136,8 +140,11 @@ def _compute_dv(context: ByGradientContext) -> None:
         plgpu.wgmma(s_acc, smem.k, smem.q.at[slot].transpose((1, 0)))
 
     def compute_p(s, step):
-        _, number, rank = context.query_tile(step)
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
+        if tells_numbers(call, "query"):
+            number, rank = told_number(smem.tokens, slot), jax.lax.rem(step, context.tiles.num_tiles)
+        else:
+            _, number, rank = context.query_tile(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
         q_first, is_partial = number * tuning.block_q, rank < context.tiles.num_partial
         p, slope = mask.probabilities(s, lse, is_partial, q_first, slot)

@@ -26,6 +26,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
+from kernels.backends.mosaic_gpu.walk import tell_number, tells_numbers, told_number
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper, add_product
 from kernels.hopper.memory import Pipeline, matrix
@@ -56,12 +57,13 @@ def dq_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hoppe
         lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
         k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
         v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
-        tokens=token_memory(call, num_stages, block_kv),
+        tokens=token_memory(call, "key_value", num_stages, block_kv, numbered=tells_numbers(call, "key_value")),
         ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
+    num_copies = 1 + num_token_arrays(call, "key_value") + tells_numbers(call, "key_value")
     return smem, DqBarriers(
         queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
-        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
         v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
     )
 
@@ -79,20 +81,24 @@ def backward_dq(
 def _load(context: DqContext) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
-    barriers, block, num_steps = context.barriers, context.block, context.num_steps
+    barriers, block = context.barriers, context.block
     kv_head = block.head // context.call.group_size
 
-    @pl.loop(0, num_steps)
-    def copy_tile(step):
-        tile = pl.ds(context.tiles.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+    def copy_tile(step, found=None):
+        number = context.tiles.tile(step) if found is None else found[1]
+        tile = pl.ds(number * tuning.block_kv_dq, tuning.block_kv_dq)
         slot = barriers.k.slot(step)
         barriers.k.producer_acquire(step, slot)
+        if tells_numbers(context.call, "key_value"):
+            tell_number(smem.tokens, slot, number, barriers.k.full.at[slot])
         barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
         gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
         slot = barriers.v.slot(step)
         barriers.v.producer_acquire(step, slot)
         barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
+
+    context.for_each_tile(copy_tile)
 
 
 def _finish(barriers: DqBarriers, num_steps) -> None:
@@ -131,7 +137,9 @@ def _visit_tile(context: DqContext, mask: TileMask, kind_of, lse, delta, dq_acc,
     """Waits for a tile, adds its part to dQ unless it is EMPTY to these queries, and releases it."""
     barriers, tiles = context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
-    kind = kind_of(tiles.tile(step), step < tiles.num_partial)
+    told = tells_numbers(context.call, "key_value")
+    # Kinds of a warpgroup's own are of intervals, whose tiles all know.
+    kind = kind_of(None if told else tiles.tile(step), step < tiles.num_partial)
 
     def pass_over():
         # A waiting thread must see each completion of a barrier.
@@ -159,7 +167,9 @@ def _add_tile(context: DqContext, mask: TileMask, kind, lse, delta, dq_acc, step
     def differentiate(s_acc, dp_acc):
         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        kv_first = context.tiles.tile(step) * context.tuning.block_kv_dq
+        told = tells_numbers(context.call, "key_value")
+        number = told_number(smem.tokens, slot) if told else context.tiles.tile(step)
+        kv_first = number * context.tuning.block_kv_dq
         p, slope = mask.probabilities(s, lse, kind == TileKind.PARTIAL, kv_first, slot)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         barriers.v.consumer_release(v_slot)

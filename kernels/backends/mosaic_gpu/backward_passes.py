@@ -96,6 +96,19 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
         rank = step - member * self.tiles.num_tiles
         return self.block.head * self.call.group_size + member, self.tiles.tile(rank), rank
 
+    def for_each_tile(self, copy: Callable[..., None]) -> None:
+        """Producer: calls `copy(step)` for each step; where it walks the tiles, `copy(step, (rank, tile))`."""
+        if self.tiles.kind is None:
+            pl.loop(0, self.num_steps)(copy)
+        else:
+            self.tiles.walk(self.num_steps, lambda step, rank, tile: copy(step, (rank, tile)))
+
+    def walked_query_tile(self, step, found: tuple[Any, Any]) -> tuple[Any, Any, Any]:
+        """As `query_tile`, of a tile that was found."""
+        rank, tile = found
+        member = jax.lax.div(step, self.tiles.num_tiles)
+        return self.block.head * self.call.group_size + member, tile, rank
+
     def load_keys_and_values(self, keys_full, values_full) -> None:
         """Starts to copy the block's keys and values; each arrives at its barrier."""
         batch, head, _ = self.block

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.hopper.registers import WGMMA_ROWS
-from kernels.plan import Rows, make_rows
+from kernels.plan import Row, Rows, counted, make_rows
 
 
 class BlockRange(NamedTuple):
@@ -25,6 +25,7 @@ class BlockRange(NamedTuple):
     ends: tuple[Any, Any, Any]  # ranks at which its first PARTIAL, its FULL, and its last PARTIAL tiles end
     first: Any  # of an interval its first tile; of a list (batch element, first entry)
     tiles_ref: Any = None  # the lists; None for intervals
+    walked: Row | None = None  # of a row with holes, whose tiles the producer finds: PARTIAL ones, then FULL ones
 
     def tile(self, rank):
         """The rank-th tile."""
@@ -35,8 +36,10 @@ class BlockRange(NamedTuple):
 
 
 def rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicForwardTuning) -> Rows:
-    """Intervals for each warpgroup, or where they aren't all intervals, lists for each block."""
+    """Intervals for each warpgroup; for each block lists where they aren't all intervals, or intervals with holes."""
     blocks = make_rows(inputs, call, tuning.block_q, tuning.block_kv)
+    if blocks.columns is not None:
+        return counted(blocks)
     if blocks.tiles is not None:
         return blocks
     own = make_rows(inputs, call, WGMMA_ROWS, tuning.block_kv)
@@ -73,8 +76,12 @@ def union_of_intervals(by_block: Int[Array, "W blocks warpgroups 4"]) -> Rows:
 def read_block_range(rows: Rows, batch, block, warpgroup, num_warpgroups: int) -> BlockRange:
     """Reads the range of a block and one of its warpgroups, within a kernel, from references to `rows`.
 
-    These are intervals from `union_of_ranges`, or lists of whole blocks, whose warpgroups all attend to all tiles.
+    These are intervals from `union_of_ranges`, or lists or intervals with holes of whole blocks, whose warpgroups all
+    attend to all tiles.
     """
+    if rows.counts is not None:
+        row = rows.read(batch, block)
+        return BlockRange(row.num_tiles, 0, (row.num_partial, row.num_tiles, row.num_tiles), None, walked=row)
     batch = batch if rows.bounds.shape[0] > 1 else 0
     if rows.tiles is not None:
         entry, num_partial, num_tiles = (rows.bounds[batch, block, i] for i in (0, 1, 3))

@@ -133,7 +133,7 @@ def dkv_scratch(
         offsets=None if wide else matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
         lse_delta=plgpu.SMEM((num_loaded, num_stages, block_q), jnp.float32) if num_loaded else None,
         steps=plgpu.SMEM((num_stages, KINDS + num_consumers), jnp.int32),
-        tokens=token_memory(call, num_stages, block_q),
+        tokens=token_memory(call, "query", num_stages, block_q),
         ds=None,
         dq_out=None,
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
@@ -141,7 +141,7 @@ def dkv_scratch(
         weights=None if wide else machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
     )
     # Of queries, of the producer's numbers, and of offsets, lse and delta.
-    num_copies = 2 + (not wide) + num_loaded + num_token_arrays(call)
+    num_copies = 2 + (not wide) + num_loaded + num_token_arrays(call, "query")
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=num_consumers)
     barriers = DkvBarriers(
         k=plgpu.Barrier(),

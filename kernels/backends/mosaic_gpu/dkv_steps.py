@@ -222,7 +222,7 @@ class WideFusedStep(WideSplitStep):
     def scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> tuple[DkvSmem, DkvBarriers]:
         columns = dq_columns(call, tuning)
         # There is room for one buffer of dS, and beside tokens not for all columns of dQ at a time.
-        dq_out = (2, WGMMA_ROWS, 32) if num_token_arrays(call) else (1, WGMMA_ROWS, columns)
+        dq_out = (2, WGMMA_ROWS, 32) if num_token_arrays(call, "query") else (1, WGMMA_ROWS, columns)
         return dkv_scratch(call, tuning, machine, wide=True, exchange=DqExchange(1, columns, dq_out))
 
     def finish(self, last) -> None:

@@ -28,6 +28,7 @@ from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range
 from kernels.backends.mosaic_gpu.padding import pad_matrices, padded_head_dim
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, log2_scale, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
+from kernels.backends.mosaic_gpu.walk import tell_number, tells_numbers, told_number
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.hopper.launch import Roles, launch
 from kernels.hopper.machine import Hopper, Output, machine_of
@@ -108,15 +109,16 @@ def forward_scratch(
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         o=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype) if has_output_memory else None,
         lse=plgpu.SMEM((num_consumers, WGMMA_ROWS), jnp.float32),
-        tokens=token_memory(call, num_stages, block_kv),
+        tokens=token_memory(call, "key_value", num_stages, block_kv, numbered=tells_numbers(call, "key_value")),
         p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
+    num_copies = 1 + num_token_arrays(call, "key_value") + tells_numbers(call, "key_value")
     return smem, ForwardBarriers(
         q=Pipeline(
             plgpu.Barrier(num_barriers=num_consumers),
             plgpu.Barrier(num_barriers=num_consumers) if tuning.persistent else None,
         ),
-        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
         v=Pipeline.memory(num_stages, num_consumers=num_consumers),
         ping_pong=plgpu.Barrier(num_barriers=num_consumers),
         claims=machine.block_claims(num_consumers) if tuning.persistent else None,
@@ -198,13 +200,15 @@ def _load_block(context: ForwardContext, block: WorkBlock, tiles: BlockRange, nu
     """Copies the key/value tiles of one block."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
 
-    @pl.loop(0, tiles.num_tiles)
-    def copy_tile(rank):
+    def copy_tile(rank, number=None):
         step = num_before + rank
         slot = barriers.k.slot(step)
         kv_head = block.head // context.call.group_size
-        tile = pl.ds(tiles.tile(rank) * tuning.block_kv, tuning.block_kv)
+        number = tiles.tile(rank) if number is None else number
+        tile = pl.ds(number * tuning.block_kv, tuning.block_kv)
         barriers.k.producer_acquire(step, slot)
+        if tells_numbers(context.call, "key_value"):
+            tell_number(smem.tokens, slot, number, barriers.k.full.at[slot])
         barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
         gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
@@ -220,6 +224,11 @@ def _load_block(context: ForwardContext, block: WorkBlock, tiles: BlockRange, nu
 
         barriers.v.producer_acquire(step, slot)
         barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
+
+    if tiles.walked is None:
+        pl.loop(0, tiles.num_tiles)(copy_tile)
+    else:
+        tiles.walked.walk(tiles.num_tiles, lambda _, rank, tile: copy_tile(rank, tile))
 
 
 def _load_query(context: ForwardContext, block: WorkBlock, consumer) -> None:
@@ -337,7 +346,13 @@ def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial
     call = context.call
     if call.logits_soft_cap is not None:
         s = jnp.tanh(s * (call.scale / call.logits_soft_cap))
-    return rows.mask.apply(s, is_partial, rows.tiles.tile(rank) * context.tuning.block_kv, slot)
+    return rows.mask.apply(s, is_partial, _number(context, rows, rank, slot) * context.tuning.block_kv, slot)
+
+
+def _number(context: ForwardContext, rows: _QueryRows, rank, slot):
+    """The number of a tile."""
+    told = tells_numbers(context.call, "key_value")
+    return told_number(context.smem.tokens, slot) if told else rows.tiles.tile(rank)
 
 
 def _first_tile(context: ForwardContext, rows: _QueryRows, query, s_acc):

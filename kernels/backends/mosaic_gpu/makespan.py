@@ -36,7 +36,7 @@ def makespan_of_few_blocks(block_q: int, block_kv: int, num_l2_heads: int, call:
       it isn't known what a block visits or how many multiprocessors there are.
     """
     num_multiprocessors = call.target.num_multiprocessors
-    is_known = not (call.has_segment_ids or call.has_positions) and call.mask.num_heads is None
+    is_known = not (call.has_segment_ids or call.has_positions or call.bounds) and call.mask.num_heads is None
     if num_multiprocessors is None or not is_known or not call.mask.has_row_intervals:
         return None
     num_heads = call.batch * call.num_heads

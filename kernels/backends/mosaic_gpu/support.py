@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning
+from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning, resolve
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
@@ -36,7 +36,8 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
     if call.bounds:
-        return "has no bounds"
+        # Tiles that leave room for documents may leave none for several bounds.
+        tuning = resolve(tuning, call)
     if interpreted or tuning is None:
         return None
     from kernels.backends.mosaic_gpu.shared_memory import shared_memory_excess

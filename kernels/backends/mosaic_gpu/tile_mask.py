@@ -1,4 +1,4 @@
-"""Mask, documents and padding of PARTIAL tiles, evaluated within a kernel, and the probabilities under them."""
+"""Mask, documents, bounds and padding of PARTIAL tiles, evaluated within a kernel, and the probabilities under them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.hopper.registers import load_vector, spread
 from kernels.hopper.softmax import LOG2_E
+from kernels.masks.bounds import OF_QUERIES, is_within
 
 Side = Literal["query", "key_value"]
 
@@ -22,7 +23,7 @@ def log2_scale(call: AttentionCall) -> float:
 
 
 class TokenArrays(NamedTuple):
-    """Segment ids and positions `[B, L]`, padded to whole tiles; None where they aren't given.
+    """Segment ids, positions and bounds `[B, L]`, padded to whole tiles; None where they aren't given.
 
     Within a kernel the same tuple holds references to the arrays.
     """
@@ -31,10 +32,14 @@ class TokenArrays(NamedTuple):
     key_value_segment_ids: Any = None
     query_positions: Any = None
     key_value_positions: Any = None
+    k_start: Any = None
+    k_end: Any = None
+    q_start: Any = None
+    q_end: Any = None
 
     def given(self, side: Side) -> dict[str, Any]:
         """The given arrays of one side, by name."""
-        return {name: x for name, x in self._asdict().items() if x is not None and name.startswith(side)}
+        return {name: x for name, x in self._asdict().items() if x is not None and side_of(name) == side}
 
     @staticmethod
     def of(inputs: AttentionInputs, block_q: int, block_kv: int) -> TokenArrays:
@@ -43,10 +48,11 @@ class TokenArrays(NamedTuple):
         def padded(name: str, tokens: Int[Array, "B L"] | None):
             if tokens is None:
                 return None
-            block = block_q if name.startswith("query") else block_kv
+            block = block_q if side_of(name) == "query" else block_kv
             return jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
 
-        return TokenArrays(*(padded(name, getattr(inputs, name)) for name in TokenArrays._fields))
+        given = inputs._asdict() | ({} if inputs.bounds is None else inputs.bounds._asdict())
+        return TokenArrays(*(padded(name, given.get(name)) for name in TokenArrays._fields))
 
     def copy(self, memory, side: Side, where, slot, full) -> None:
         """Starts to copy the tokens `where`, (batch element, tokens), to their stage of `token_memory`.
@@ -57,14 +63,19 @@ class TokenArrays(NamedTuple):
             plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], full)
 
 
-def num_token_arrays(call: AttentionCall) -> int:
-    """Arrays that `TokenArrays` holds of each side."""
-    return call.has_segment_ids + call.has_positions
+def side_of(name: str) -> Side:
+    """The side that an array of tokens belongs to."""
+    return "query" if name.startswith("query") or name in OF_QUERIES else "key_value"
 
 
-def token_memory(call: AttentionCall, num_stages: int, block: int) -> Any:
-    """Shared memory for the tokens of the tiles in a ring; None if the call has none."""
-    num_arrays = num_token_arrays(call)
+def num_token_arrays(call: AttentionCall, side: Side) -> int:
+    """Arrays that `TokenArrays` holds of a side."""
+    return call.has_segment_ids + call.has_positions + sum(side_of(name) == side for name in call.bounds)
+
+
+def token_memory(call: AttentionCall, side: Side, num_stages: int, block: int, *, numbered: bool = False) -> Any:
+    """Shared memory for the tokens of the tiles in a ring, and where `numbered` their numbers; None for neither."""
+    num_arrays = num_token_arrays(call, side) + numbered
     return plgpu.SMEM((num_arrays, num_stages, block), jnp.int32) if num_arrays else None
 
 
@@ -138,6 +149,9 @@ class TileMask(NamedTuple):
         if call.has_segment_ids:
             q_ids = self._tokens_of_tile("query_segment_ids", shape, slot)
             allowed &= q_ids == self._tokens_of_tile("key_value_segment_ids", shape, slot)
+        for name in call.bounds:
+            index = kv_index if name in OF_QUERIES else q_index
+            allowed &= is_within(name, index, self._tokens_of_tile(name, shape, slot))
         if call.kv_len % self.block_kv:
             allowed &= kv_index < call.kv_len
         return allowed

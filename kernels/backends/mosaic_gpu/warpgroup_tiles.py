@@ -17,7 +17,7 @@ from kernels.backends.mosaic_gpu.block_range import in_blocks, union_of_interval
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.hopper.registers import WGMMA_ROWS
 from kernels.masks.intervals import TileKind, tile_kind
-from kernels.plan import Rows, make_block_plan, make_rows
+from kernels.plan import Rows, counted, make_block_plan, make_rows
 
 # Of what the warpgroups visit otherwise. For less, the choice in each step isn't worth its instructions.
 _LEAST_SHARE_OF_EMPTY_TILES = 0.03
@@ -57,11 +57,12 @@ class BlockRows(NamedTuple):
         sides = (block_q, WGMMA_ROWS) if transposed else (WGMMA_ROWS, block_kv)
         if num_warpgroups > 1 and _may_pass_over(call, (block_q, block_kv), sides, waits_in_each_step):
             own = make_rows(inputs, call, *sides, transposed=transposed)
-            if own.tiles is None:
+            if own.tiles is None and own.columns is None:
                 by_block = in_blocks(own, num_warpgroups)
                 # A plan of the blocks would take the device as long again.
                 return BlockRows(union_of_intervals(by_block), by_block)
-        return BlockRows(make_rows(inputs, call, block_q, block_kv, transposed=transposed))
+        blocks = make_rows(inputs, call, block_q, block_kv, transposed=transposed)
+        return BlockRows(blocks if blocks.columns is None else counted(blocks))
 
     def read_kind(self, batch, block, warpgroup) -> Callable[[Any, Any], jax.Array]:
         """Reads a warpgroup's bounds within a kernel.
@@ -88,7 +89,7 @@ def _may_pass_over(
     # A mask without a closed form is evaluated on all pairs for each plan.
     if not (call.mask.exact or call.has_positions):
         return False
-    if call.has_segment_ids:
+    if call.has_segment_ids or call.bounds:
         return True
     if call.has_positions or waits_in_each_step:
         return False

@@ -1,8 +1,8 @@
 """Launches JAX's splash attention kernels with what its own `pallas_call`s don't pass on.
 
 The kernels' bodies are upstream's. They aren't public; a test holds their signatures, the same from JAX 0.10.2 to 0.12.
-Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions and the number
-of the head's mask: heads with different masks share one kernel, and heads with the same mask share one table.
+Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions, bounds and
+the number of the head's mask: heads with different masks share one kernel, and those with the same mask one table.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
@@ -23,6 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall
+from kernels.masks.bounds import OF_KEYS, OF_QUERIES, is_within
 from kernels.tracing.number_types import types_of_32_bits
 
 MASKED = upstream.DEFAULT_MASK_VALUE
@@ -60,11 +61,11 @@ class PassMask(NamedTuple):
     """The tiles to visit under each distinct mask, as the kernels take them."""
     function: Callable[[Any, Any, Any, Any], Any] | None
     """(number of the mask, query positions, key positions, keys' indices) → allowed, traced into the
-    kernel. None: `info` is enough."""
+    kernel, which adds the bounds. None: `info` is enough."""
     mask_of_head: tuple[int, ...]
     """The number of each query head's mask."""
-    key_value_positions: Int[Array, " S"] | None = None
-    """None: they count from 0."""
+    tokens: dict[str, Int[Array, " L"]]
+    """Bounds by their names, and `kv_positions` if these don't count from 0."""
 
 
 class _TableOfMask(NamedTuple):
@@ -129,7 +130,7 @@ class _Grid:
         )
 
     def token_blocks(self, tokens: Int[Array, " L"], *, queries: bool) -> tuple[Array, pl.BlockSpec]:
-        """Ids or positions, repeated over the vector registers' other dimension, and their blocks."""
+        """One number a token, repeated over the vector registers' other dimension, and their blocks."""
         block, tile = (self.walk.block_q, self.q_tile) if queries else (self.walk.block_kv, self.kv_tile)
         if queries != self.walk.transposed:
             repeated = jax.lax.broadcast_in_dim(tokens, (*tokens.shape, _LANES), (0,))
@@ -170,21 +171,32 @@ def _call_kernel(
       refs: tables, operands, outputs and scratch.
       tables: names of the tables in scalar memory among them.
     """
-    walk, number = grid.walk, 0
+    walk, bounds, number = grid.walk, grid.call.bounds, 0
+    if set(bounds) & set(OF_KEYS):
+        # Bounds are of indices, and upstream's kernels know the queries' positions only.
+        first_query = walk.block_q * grid.q_tile(*map(pl.program_id, range(3)), *(refs[name] for name in tables))
     if grid.num_masks > 1:
         number = refs.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
         refs |= {name: _TableOfMask(refs[name], number) for name in tables if name in refs}
-    kv_positions = refs.pop("kv_positions", None)
+    tokens = {name: refs.pop(name) for name in mask.tokens}
     if "logsumexp" in refs:
         refs["logsumexp"] = _WithoutInfinities(refs["logsumexp"])
 
+    def once(name):
+        # [rows, 1] or [1, columns] of the tile.
+        by_row = (name in OF_QUERIES) != walk.transposed
+        return tokens[name][:, :1] if by_row else tokens[name][:1, :]
+
     def allowed(q_pos, kv_index):
-        kv_pos = kv_index
-        if kv_positions is not None:
-            one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
-            kv_pos = jnp.broadcast_to(one, kv_index.shape)
+        kv_pos = jnp.broadcast_to(once("kv_positions"), kv_index.shape) if "kv_positions" in tokens else kv_index
         assert mask.function is not None
-        return mask.function(number, q_pos, kv_pos, kv_index)
+        result = mask.function(number, q_pos, kv_pos, kv_index)
+        for name in bounds:
+            index = kv_index
+            if name in OF_KEYS:
+                index = first_query + jax.lax.broadcasted_iota(jnp.int32, q_pos.shape, int(walk.transposed))
+            result &= is_within(name, index, once(name))
+        return result
 
     parameters = inspect.signature(kernel).parameters
     absent = {name: None for name in parameters if name.endswith("_ref")}
@@ -238,8 +250,8 @@ def launch(
         given["kv_segment_ids"] = grid.token_blocks(segment_ids.kv, queries=False)
     if mask.function is not None:
         given["q_sequence"] = grid.token_blocks(jnp.asarray(info.q_sequence), queries=True)
-        if mask.key_value_positions is not None:
-            given["kv_positions"] = grid.token_blocks(mask.key_value_positions, queries=False)
+        for name, numbers in mask.tokens.items():
+            given[name] = grid.token_blocks(numbers, queries=name in OF_QUERIES)
     if info.partial_mask_blocks is not None:
         blocks = jnp.asarray(info.partial_mask_blocks)
         given["mask"] = blocks, pl.BlockSpec((None, *blocks.shape[1:]), lambda *at: (grid.lookup(at[5], *at), 0, 0))

@@ -3,7 +3,7 @@
 JAX's own entry point (`make_splash_mha`) makes its `MaskInfo` from a mask that it evaluates on every tile, hides the
 softmax's denominator from differentiation, and leaves rows that attend to nothing undefined.
 
-The plan chooses the tiles to visit: on the host from the masks, on the device from segment ids and positions.
+The plan chooses the tiles to visit: on the host from the masks, on the device from segment ids, positions and bounds.
 
 Dimensions: B batch, T and S query and key/value length, N query heads, K key/value heads, H and V head dims, M
 distinct masks, R rows of a tile grid and J its steps. Arrays within a pass are padded to whole tiles.
@@ -28,37 +28,45 @@ from kernels.backends.splash.launch import MASKED, Pass, PassMask, launch
 from kernels.backends.splash.tile_grid import next_visited, partial_blocks, plan_grid, whole
 from kernels.backends.splash.tuning import SplashTuning, backward_dkv_pass, backward_dq_pass, forward_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.masks import TileKind
+from kernels.masks import Bounds, TileKind
+from kernels.masks.bounds import OF_QUERIES
 from kernels.plan import tile_kinds_at
 
 
 class Tokens(NamedTuple):
-    """The segment ids and positions of `AttentionInputs`: known on the device only, or None."""
+    """The segment ids, positions and bounds of `AttentionInputs`: known on the device only, or None."""
 
     query_segment_ids: Int[Array, "*B T"] | None = None
     key_value_segment_ids: Int[Array, "*B S"] | None = None
     query_positions: Int[Array, "*B T"] | None = None
     key_value_positions: Int[Array, "*B S"] | None = None
+    bounds: Bounds | None = None
 
     @staticmethod
     def of(inputs: AttentionInputs) -> Tokens:
-        """The segment ids and positions of a call's inputs."""
+        """The segment ids, positions and bounds of a call's inputs."""
         return Tokens(*(getattr(inputs, name) for name in Tokens._fields))
 
 
 def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
-    """The masks from their block plans, in closed form, narrowed on the device by segment ids and positions."""
+    """The masks from their block plans, in closed form, narrowed on the device by segment ids, positions, bounds."""
     distinct = call.mask.distinct_heads(call.num_heads)
     grid = plan_grid(call, walk)
     tile_kinds: np.ndarray | Array = grid.tile_kinds
     if jax.tree.leaves(tokens):
-        inputs = AttentionInputs(*(None,) * 4, *(x if x is None else x[None] for x in tokens))  # type: ignore[arg-type]
+        one = jax.tree.map(lambda x: x[None], tokens)
+        inputs = AttentionInputs(*(None,) * 3, **one._asdict())  # type: ignore[arg-type]
         calls = (call._replace(mask=mask, batch=1) for mask in distinct)
-        narrowed = [
-            tile_kinds_at(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
-            for each, tiles in zip(calls, grid.tiles, strict=True)
-        ]
-        tile_kinds = jnp.minimum(grid.tile_kinds, jnp.stack(narrowed)).astype(jnp.int8)
+        narrowed = jnp.stack(
+            [
+                tile_kinds_at(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
+                for each, tiles in zip(calls, grid.tiles, strict=True)
+            ]
+        )
+        if call.mask.needs_lookup:
+            # Tiles that are PARTIAL by documents alone have no block of pairs. The kernel compares ids in all tiles.
+            narrowed = jnp.where(narrowed == TileKind.EMPTY, TileKind.EMPTY, TileKind.FULL)
+        tile_kinds = jnp.minimum(grid.tile_kinds, narrowed).astype(jnp.int8)
 
     mask_next = partial = function = None
     q_positions: Any = None
@@ -85,16 +93,21 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     )
     numbers = {mask: number for number, mask in enumerate(distinct)}
     heads = tuple(numbers[mask] for mask in call.mask.for_each_head(call.num_heads))
-    kv_positions = None
-    if call.has_key_value_positions and tokens.key_value_positions is not None:
-        kv_positions = _to_whole(tokens.key_value_positions, walk.block_kv)
-    return PassMask(info, function, heads, kv_positions)
+    return PassMask(info, function, heads, {} if function is None else _tokens_in_kernel(tokens, call, walk))
+
+
+def _tokens_in_kernel(tokens: Tokens, call: AttentionCall, walk: Pass) -> dict[str, Int[Array, " padded"]]:
+    """What the kernel reads beside segment ids and query positions (`PassMask.tokens`)."""
+    found: dict[str, Any] = {name: getattr(tokens.bounds, name) for name in call.bounds}
+    if call.has_key_value_positions:
+        found["kv_positions"] = tokens.key_value_positions
+    return {name: _to_whole(x, walk.block_q if name in OF_QUERIES else walk.block_kv) for name, x in found.items()}
 
 
 def _predicate(call: AttentionCall, walk: Pass):
-    """The function that the kernel evaluates in each tile (`PassMask.function`), or None if it allows all pairs."""
+    """The function that the kernel evaluates in each tile (`PassMask.function`), or None if all pairs are allowed."""
     sticks_out = call.kv_len % walk.block_kv != 0
-    if call.mask.allows_all and not sticks_out:
+    if call.mask.allows_all and not (sticks_out or call.bounds):
         return None
     masks = list(call.mask.distinct_heads(call.num_heads))
 
@@ -269,7 +282,7 @@ def _segment_ids(tokens: Tokens, walk: Pass) -> upstream.SegmentIds | None:
 
 
 def _to_whole(tokens: Int[Array, " L"], block: int) -> Int[Array, " padded"]:
-    """Ids or positions, up to whole tiles."""
+    """One number a token, up to whole tiles."""
     return jnp.pad(tokens, (0, -len(tokens) % block), mode="edge")
 
 

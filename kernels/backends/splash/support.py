@@ -12,8 +12,8 @@ def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) 
     """Why the splash kernel can't serve the call, or None if it can."""
     if call.dtype not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, not {call.dtype}"
-    if call.bounds:
-        return "has no bounds"
     if call.has_positions and call.mask.needs_lookup:
         return f"can't look {call.mask!r} up at positions that are known on the device only"
+    if call.bounds and call.mask.needs_lookup:
+        return f"can't look {call.mask!r} up beside bounds"
     return grid_excess(call, tuning or LARGEST)

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from kernels.backends.splash.launch import Pass
 from kernels.backends.splash.tile_grid import plan_grid, whole
 from kernels.call import AttentionCall
+from kernels.masks.bounds import OF_KEYS
 
 _TPU_LANES = 128
 
@@ -98,8 +99,9 @@ def _fitted(
 ) -> Pass:
     """A pass with blocks no larger than the sequences need."""
     block_q, block_kv = min(block_q, whole(call.q_len, 128)), min(block_kv, whole(call.kv_len, 128))
-    # The mask function gets the positions of whole tiles.
-    compute = block_kv if call.has_key_value_positions else math.gcd(block_kv, compute)
+    # The kernel reads the positions and bounds of whole tiles of keys.
+    whole_tiles = call.has_key_value_positions or not set(OF_KEYS).isdisjoint(call.bounds)
+    compute = block_kv if whole_tiles else math.gcd(block_kv, compute)
     return Pass(block_q, block_kv, compute, transposed, shrunk)
 
 
