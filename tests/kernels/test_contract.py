@@ -534,7 +534,9 @@ TRITON_REFUSES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward", ["fused", "split"])
-@pytest.mark.parametrize("case", CASES + LONG + WIDE + [EVERY_FEATURE], ids=lambda case: f"{case.name}-{case.q_len}")
+@pytest.mark.parametrize(
+    "case", CASES + LONG + BOUNDED + WIDE + [EVERY_FEATURE], ids=lambda case: f"{case.name}-{case.q_len}"
+)
 def test_triton(case, backward, dtype, rng):
     attend = through_implementation(case, TritonTuning(backward))
     if case.name in TRITON_REFUSES:
@@ -556,17 +558,11 @@ def test_triton_interpreted(case, backward, rng):
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.float16)
 
 
-# Of many tiles: each row meets EMPTY, PARTIAL and FULL ones.
-LONG_BOUNDED = [
-    dataclasses.replace(case, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1) for case in CASES if case.bounds
-]
-
-
 @pytest.mark.sample(4)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed: it is for Linux alone")
 @by_name("backward", ["fused", "split"])
-@by_name("case", LONG_BOUNDED)
-def test_triton_interpreted_under_bounds(case, backward, rng):
+@by_name("case", BOUNDED)
+def test_triton_interpreted_within_bounds(case, backward, rng):
     attend = through_implementation(case, dataclasses.replace(INTERPRETED_TRITON, backward=backward))
     if case.name in TRITON_REFUSES:
         with pytest.raises(ValueError, match="needs masks that allow each query one interval of keys"):
@@ -583,7 +579,7 @@ def test_triton_visits_no_tile_in_a_hole(q_len, kv_len, backward, rng):
     case = Case("hole", batch=1, q_len=q_len, kv_len=kv_len, num_heads=1, num_kv_heads=1)
     (query, key, value, _), _, (d_output, _) = case.inputs(rng, jnp.float16)
     index = np.arange(2400)
-    in_hole = (64 <= index) & (index < 2240)
+    in_hole = (index >= 64) & (index < 2240)
     bounds = {"q_end" if kv_len > q_len else "k_end": jnp.asarray(np.where(in_hole, 0, 40))}
 
     def run(implementation, filling, dtype):

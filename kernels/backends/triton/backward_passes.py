@@ -118,9 +118,9 @@ def _key_value_kernel(
         while tile < stop:
             run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
             dk, dv = _add_query_run(
-                dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head, *run,
-                query_at, d_output_at, d_query_at, fused, interval_stride, has_k_start, has_k_end, to_cap, to_log2,
-                group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
+                dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head,
+                *run, query_at, d_output_at, d_query_at, fused, interval_stride, has_k_start, has_k_end,
+                to_cap, to_log2, group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
             )  # fmt: skip
             tile = run[4]
     else:
@@ -137,7 +137,7 @@ def _key_value_kernel(
 
 
 class _KeyTokens(NamedTuple):
-    """What says which queries may attend to a block's keys, and their indices. None is what the call doesn't have."""
+    """The numbers that say which queries may attend to a block's keys; None for those that the call doesn't have."""
 
     position: tl.tensor
     ids: tl.tensor

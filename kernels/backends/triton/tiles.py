@@ -239,9 +239,9 @@ def load_tokens(start, first, length: tl.constexpr, size: tl.constexpr, other):
 
 
 @triton.jit
-def load_intervals(start, first, length: tl.constexpr, size: tl.constexpr):
-    """The intervals of tokens `first` …, as what they begin and end with; empty past the last token."""
-    return load_tokens(start, first, length, size, 0), load_tokens(start + length, first, length, size, -1)
+def load_intervals(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
+    """The intervals of queries `first` …, as their first and their last keys; empty past the last query."""
+    return load_tokens(start, first, q_len, block_q, 0), load_tokens(start + q_len, first, q_len, block_q, -1)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, h
 
 
 class QueryTokens(NamedTuple):
-    """What says which keys a block's queries may attend to, and their indices. None is what the call doesn't have."""
+    """The numbers that say which keys a block's queries may attend to; None for those that the call doesn't have."""
 
     first: tl.tensor
     last: tl.tensor
@@ -316,19 +316,19 @@ def read_row(bounds, row):
 
 @triton.jit
 def next_run(columns, row, tile, full_start, full_stop, stop):
-    """The first run of tiles of one kind, PARTIAL or FULL, at `tile:stop`, in the form of `read_row`.
+    """The first run of PARTIAL or of FULL tiles of a row's `tile:stop`, in the form of `read_row`.
 
-    Its last number is where the run stops. `columns` are looked at 128 at a time, and a run that goes on is cut there.
+    The last number is the tile to go on from. One call reads the columns of 128 tiles: it cuts a longer run, and finds
+    none where all are EMPTY. The loops over a run's tiles have no branch, so that their loads stay in flight.
     """
     column = tile + tl.arange(0, 128)
-    start, others = columns + 4 * column, column < stop
-    is_met = others & (tl.load(start, mask=others, other=0) <= row) & (row < tl.load(start + 3, mask=others, other=0))
-    is_full = (tl.load(start + 1, mask=others, other=0) <= row) & (row < tl.load(start + 2, mask=others, other=0))
-    is_full &= is_met & (full_start <= column) & (column < full_stop)
+    at, is_met = columns + 4 * column, column < stop
+    first, first_full = tl.load(at, mask=is_met, other=0), tl.load(at + 1, mask=is_met, other=0)
+    stop_full, stop_met = tl.load(at + 2, mask=is_met, other=0), tl.load(at + 3, mask=is_met, other=0)
+    is_met &= (first <= row) & (row < stop_met)
+    is_full = is_met & (first_full <= row) & (row < stop_full) & (full_start <= column) & (column < full_stop)
     stop = tl.minimum(stop, tile + 128)
-    begin = tl.min(tl.where(is_met, column, stop))
-    begin_full = tl.min(tl.where(is_full, column, stop))
-    # A run of FULL tiles ends before a tile that isn't FULL, one of PARTIAL tiles before one that is FULL or EMPTY.
+    begin, begin_full = tl.min(tl.where(is_met, column, stop)), tl.min(tl.where(is_full, column, stop))
     goes_on = tl.where(begin == begin_full, is_full, is_met & (is_full == 0))
     stop = tl.min(tl.where((column > begin) & (goes_on == 0), column, stop))
     num_partial = tl.where(begin == begin_full, 0, stop - begin)
