@@ -29,7 +29,7 @@ import functools
 import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,9 @@ from kernels.masks.intervals import (
     kleene_or,
     tightest,
 )
+
+if TYPE_CHECKING:
+    from kernels.masks.shapes import ScheduledWindow
 
 NO_BIAS = (
     "the kernels take no bias, a T×T array of numbers. Put what it forbids into a mask such as CausalMask() & "
@@ -180,6 +183,18 @@ class Mask:
         if band is None or band != Band(left=band.left, right=band.right):
             return None
         return band.left, band.right
+
+    @property
+    def scheduled_window(self) -> ScheduledWindow | None:
+        """The mask's window whose width grows over a training run; None: it has none.
+
+        Raises:
+          ValueError: there are two, or it isn't combined by `&` alone, so that to narrow it isn't to narrow the mask.
+        """
+        windows = [window for part in self.parts if (window := part.scheduled_window) is not None]
+        if windows and (self.operator != "&" or len(windows) > 1):
+            raise ValueError(f"{self!r}: a ScheduledWindow combines with other masks by & alone, and with no other one")
+        return windows[0] if windows else None
 
     @property
     def causal_chunk_size(self) -> int | None:
