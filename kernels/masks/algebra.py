@@ -29,7 +29,7 @@ import functools
 import logging
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,6 @@ from kernels.masks.intervals import (
     kleene_or,
     tightest,
 )
-
-if TYPE_CHECKING:
-    from kernels.masks.shapes import ScheduledWindow
 
 NO_BIAS = (
     "the kernels take no bias, a T×T array of numbers. Put what it forbids into a mask such as CausalMask() & "
@@ -185,8 +182,8 @@ class Mask:
         return band.left, band.right
 
     @property
-    def scheduled_window(self) -> ScheduledWindow | None:
-        """The mask's window whose width grows over a training run; None: it has none.
+    def scheduled_window(self) -> Any:  # its class's module imports this one
+        """The mask's `ScheduledWindow`, whose width grows over a training run; None: it has none.
 
         Raises:
           ValueError: there are two, or it isn't combined by `&` alone, so that to narrow it isn't to narrow the mask.

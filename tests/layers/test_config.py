@@ -47,7 +47,7 @@ def test_default_is_gpt2_small_with_124m_parameters():
         ),
         (
             {"masks": (CausalMask() | ScheduledWindow(1, 8, 10),)},
-            "a ScheduledWindow combines with other masks by & alone",
+            "a ScheduledWindow combines with other masks by &",
         ),
         (
             {"implementation": "flash"},

@@ -344,7 +344,7 @@ class TrainConfig:
             )
         if self.mesh.context > 1 and self.model.scheduled_window is not None:
             raise ValueError(
-                f"model.masks holds {self.model.scheduled_window}, which training narrows by bounds, and "
+                f"model.masks holds {self.model.scheduled_window!r}, which training narrows by bounds, and "
                 f"mesh.context={self.mesh.context} refuses bounds; set mesh.context to 1, or use LocalMask"
             )
         if self.model.param_dtype not in ("float32", "float64"):
