@@ -1,4 +1,4 @@
-"""Plans within bounds, against every pair of tokens: none is lost, FULL is true, holes are found, and none is stored."""
+"""Plans within bounds, against every pair of tokens: no pair is lost, FULL is true, and holes are found."""
 
 import jax
 import jax.numpy as jnp

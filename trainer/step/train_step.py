@@ -243,8 +243,7 @@ def scheduled_bounds(context: StepContext, batch: Batch) -> list[Bounds | None] 
     if "window" not in batch:
         return None
     model = context.config.model
-    # The mask looks back only, so it needs no other bound.
-    bounds = Bounds(k_start=window_bounds(batch["window"][:, 0] - 1, batch["tokens"].shape[1]).k_start)
+    bounds = window_bounds(batch["window"][:, 0] - 1, batch["tokens"].shape[1])
     masks = (model.layer(index).mask for index in range(model.pattern_length))
     return [None if mask.scheduled_window is None else bounds for mask in masks]
 
