@@ -179,7 +179,7 @@ def window_bounds(left: Integers, length: int) -> Bounds:
     xp = array_namespace(left)
     index = xp.arange(length, dtype=np.int32)
     # Wider ones allow what these allow, and stay within int32.
-    return Bounds(k_start=index - left.clip(-1, length)[..., None])
+    return Bounds(k_start=index - left.clip(-length, length)[..., None])
 
 
 def document_bounds(

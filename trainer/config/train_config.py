@@ -342,6 +342,11 @@ class TrainConfig:
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
             )
+        if self.mesh.context > 1 and self.model.scheduled_window is not None:
+            raise ValueError(
+                f"model.masks holds {self.model.scheduled_window!r}, which training narrows by bounds, and "
+                f"mesh.context={self.mesh.context} refuses bounds; set mesh.context to 1, or use LocalMask"
+            )
         if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(
                 f"model.param_dtype={self.model.param_dtype!r}: training updates parameters in float32, since small "

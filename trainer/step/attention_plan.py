@@ -208,4 +208,5 @@ def attention_call(config: TrainConfig, layer: LayerConfig, target: Target) -> A
         has_key_value_positions=has_positions,
         return_lse=False,
         target=target,
+        bounds=() if mask.scheduled_window is None else ("k_start",),
     )

@@ -26,7 +26,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
-from kernels.backends.mosaic_gpu.walk import write_number, has_numbers, read_number
+from kernels.backends.mosaic_gpu.walk import has_numbers, read_number, write_number
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper, add_product
 from kernels.hopper.memory import Pipeline, matrix

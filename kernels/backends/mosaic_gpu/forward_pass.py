@@ -28,7 +28,7 @@ from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range
 from kernels.backends.mosaic_gpu.padding import pad_matrices, padded_head_dim
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, log2_scale, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
-from kernels.backends.mosaic_gpu.walk import write_number, has_numbers, read_number
+from kernels.backends.mosaic_gpu.walk import has_numbers, read_number, write_number
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.hopper.launch import Roles, launch
 from kernels.hopper.machine import Hopper, Output, machine_of

@@ -333,7 +333,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     monkeypatch.setattr(dispatch, "select_backend", watch)
     mesh = make_mesh(config.mesh)
     functions = make_step_functions(config, mesh)
-    jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
+    jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch, 0)
     device = mesh.devices.flat[0]
     assert set(seen) == set(attention_calls(config, Target.of(device)))
     plans = make_plan(config, mesh).attention
