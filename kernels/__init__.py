@@ -27,7 +27,13 @@ from kernels.masks import (
     NumpyMask,
     PrefixMask,
     TileKind,
+    block_bounds,
+    document_bounds,
     parse_mask,
+    prefix_bounds,
+    tree_bounds_of_ends,
+    tree_bounds_of_parents,
+    window_bounds,
 )
 from kernels.plan import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.tracing.target import Target
@@ -63,12 +69,18 @@ __all__ = [
     "TritonTuning",
     "Tuning",
     "UnifiedCache",
+    "block_bounds",
     "count_allowed_pairs",
     "decode_attention",
+    "document_bounds",
     "dot_product_attention",
     "make_block_plan",
     "parse_mask",
+    "prefix_bounds",
     "segment_ids_of_lengths",
     "select_backend",
     "slab_capacity",
+    "tree_bounds_of_ends",
+    "tree_bounds_of_parents",
+    "window_bounds",
 ]

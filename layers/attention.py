@@ -14,7 +14,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
+from kernels import Bounds, CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
+from kernels.arguments.bounds import checked_bounds
 from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.context import attend_over_mesh
@@ -174,6 +175,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
         token_order: Int[Array, "B T"] | None = None,
+        bounds: Bounds | None = None,
     ) -> Float[Array, "B T W"]:
         """Attends within each document.
 
@@ -184,6 +186,9 @@ class Attention(nnx.Module):
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
           token_order: each token's index in the sequence, if `activation_sharding` shards it in another order, as
             `kernels.context.shard_sequence` does with its own chunk size.
+          bounds: the keys that each query may attend to, beside what the mask and the documents allow, as data
+            (`kernels.Bounds`). Positions may then restart within a document, as at each branch of a tree: a mask that
+            doesn't look ahead still allows no token that is later in the sequence.
 
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
@@ -197,10 +202,11 @@ class Attention(nnx.Module):
                 length, token_order if positions is None else positions, context_length=context_length
             )
         query, key, value = self._project(inputs, rotation)
-        # A mask that depends on kv − q alone gives the same answer on the index in the sequence. The index is known
-        # ahead of time, so that the kernel plans its tiles then.
-        mask_positions = None if self.mask.translation_invariant else positions
-        attended = self._attend(query, key, value, segment_ids, mask_positions, token_order)
+        if positions is not None and self._means_indices(bounds):
+            positions = None
+        elif positions is not None and bounds is not None and not self.mask.looks_ahead:
+            bounds = _without_later_tokens(bounds, *inputs.shape[:2])
+        attended = self._attend(query, key, value, segment_ids, positions, token_order, bounds)
         return checkpoint_name(self._project_back(attended), "projection")
 
     def prefill(
@@ -313,6 +319,15 @@ class Attention(nnx.Module):
     def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
         return project_back(self.activation_sharding, attended, self.output)
 
+    def _means_indices(self, bounds: Bounds | None) -> bool:
+        """True if the mask may be evaluated on indices in the sequence, in the place of positions.
+
+        They are known ahead of time, so that the kernel plans its tiles then. Positions count up by one within a
+        document, where a mask that depends on kv − q alone gives the same answer. With bounds they may restart within
+        one, as at each branch of a tree, and a window counts positions.
+        """
+        return self.mask.translation_invariant and (bounds is None or self.mask in (CausalMask(), FullMask()))
+
     @jax.named_scope("dot_product_attention")
     def _attend(
         self,
@@ -322,6 +337,7 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         token_order: Int[Array, "B T"] | None = None,
+        bounds: Bounds | None = None,
     ) -> Float[Array, "B T N H"]:
         sinks = None if self.sinks is None else self.sinks[...]
         if self.activation_sharding is not None:
@@ -334,6 +350,7 @@ class Attention(nnx.Module):
                 segment_ids=segment_ids,
                 positions=positions,
                 token_order=token_order,
+                bounds=bounds,
                 scale=self.query_scale,
                 sinks=sinks,
                 logits_soft_cap=self.logits_soft_cap,
@@ -353,8 +370,16 @@ class Attention(nnx.Module):
             key_value_segment_ids=segment_ids,
             query_positions=positions,
             key_value_positions=positions,
+            bounds=bounds,
             scale=self.query_scale,
             sinks=sinks,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
         )
+
+
+def _without_later_tokens(bounds: Bounds, batch: int, length: int) -> Bounds:
+    """The bounds without keys that come after their queries in the sequence."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    bounds = checked_bounds(bounds, batch, length, length) or Bounds()
+    return bounds._replace(q_start=index if bounds.q_start is None else jnp.maximum(index, bounds.q_start))

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import SlabCache
+from kernels import Bounds, SlabCache
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
 from layers.config import GPTConfig, NormPlacement
@@ -106,6 +106,7 @@ class Block(nnx.Module):
         rotation: Rotation | None = None,
         token_order: Int[Array, "B T"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
+        bounds: Bounds | None = None,
     ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         """Returns the residual stream after this block and the sums of its router; None without one.
 
@@ -114,7 +115,7 @@ class Block(nnx.Module):
         hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
             inputs = _normalize(self.attention_norm, hidden)
-            attended = self.attention(inputs, segment_ids, positions, rotation, token_order)
+            attended = self.attention(inputs, segment_ids, positions, rotation, token_order, bounds)
             hidden = hidden + _normalize(self.attention_post_norm, attended)
         return self._add_mlp(hidden, counted)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
+from kernels import Bounds, CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
 from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.masks.algebra import NO_BIAS, is_bias
@@ -100,6 +100,7 @@ class FlaxAttention:
         qk_attn_weights_einsum: Callable[..., Any] | None = None,
         attn_weights_value_einsum: Callable[..., Any] | None = None,
         input_positions: Array | None = None,
+        bounds: Bounds | None = None,
     ) -> Float[Array, "*batch T N H"]:
         """Attends as Flax's own function does, in memory proportional to T, or refuses.
 
@@ -115,6 +116,8 @@ class FlaxAttention:
           precision: any `jax.lax.Precision`, which asks for no more than the kernels do: they multiply float32 in full.
           bias, module, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
             input_positions: must be left out.
+          bounds: the keys that each query may attend to, as data: `[*batch, T]` or `[T]`, and so for keys. Flax's
+            modules don't hand them over: give them `functools.partial(attention_fn(mask), bounds=bounds)`.
 
         Returns:
           Laid out as the query. A query with nothing to attend to gives 0, where Flax gives the mean of all values.
@@ -154,7 +157,7 @@ class FlaxAttention:
         key_length = key.shape[-3]
         static_mask = FullMask() if self.mask is None else self.mask
         static_mask = static_mask & CausalMask() if is_causal else static_mask
-        _check_decoding(static_mask, query_length, key_length)
+        _check_decoding(static_mask, bounds, query_length, key_length)
         dense_mask, segment_ids = _read_mask(mask, (*batch, num_heads, query_length, key_length))
         query, key, value = (
             array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)
@@ -165,6 +168,7 @@ class FlaxAttention:
             value,
             static_mask if dense_mask is None else static_mask & dense_mask,
             **segment_ids,
+            bounds=_with_one_batch_dim(bounds, math.prod(batch)),
             scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
@@ -172,8 +176,20 @@ class FlaxAttention:
         return out.reshape(*batch, *out.shape[1:])
 
 
-def _check_decoding(mask: Mask, query_length: int, key_length: int) -> None:
-    # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.
+def _with_one_batch_dim(bounds: Bounds | None, batch: int) -> Bounds | None:
+    def reshaped(bound: Array) -> Array:
+        return bound.reshape(batch, bound.shape[-1]) if bound.ndim > 2 else bound
+
+    return jax.tree.map(reshaped, bounds)
+
+
+def _check_decoding(mask: Mask, bounds: Bounds | None, query_length: int, key_length: int) -> None:
+    # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer, nor have bounds.
+    if query_length == 1 and key_length > 1 and bounds is not None:
+        raise ValueError(
+            f"one query against {key_length} keys is a decoding step, for which Flax doesn't give the query's index, "
+            "so bounds can't be applied; leave them out"
+        )
     if query_length == 1 and key_length > 1 and mask != FullMask():
         raise ValueError(
             f"one query against {key_length} keys is a decoding step, for which Flax doesn't give the query's "

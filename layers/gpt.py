@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import SlabCache
+from kernels import Bounds, SlabCache
+from kernels.arguments.bounds import checked_bounds
 from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
@@ -93,6 +94,7 @@ class GPT(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         token_order: Int[Array, "B T"] | None = None,
         *,
+        bounds: Bounds | Sequence[Bounds | None] | None = None,
         gather_layer: GatherLayer | None = None,
     ) -> Float[Array, "B T W"]:
         """Runs the network up to and with its final norm.
@@ -102,6 +104,8 @@ class GPT(nnx.Module):
           segment_ids: document of each token; attention stays within one. None: one document per batch element.
           positions: each token's index in its document. None: its index in the sequence.
           token_order: each token's index in the sequence, if `activation_sharding` shards it in another order.
+          bounds: the keys that each query may attend to, as data (`Attention`): one for all layers, or one, or None,
+            for each entry of the pattern of `config.masks`.
           gather_layer: makes the parameters that a layer computes with, in the compute dtype, of those that are stored,
             where they are used: in the loop over layers, and again where the backward pass recomputes. None: the
             stored ones, cast.
@@ -109,7 +113,9 @@ class GPT(nnx.Module):
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
-        return self.with_router_sums(tokens, segment_ids, positions, token_order, gather_layer=gather_layer)[0]
+        return self.with_router_sums(
+            tokens, segment_ids, positions, token_order, bounds=bounds, gather_layer=gather_layer
+        )[0]
 
     def with_router_sums(
         self,
@@ -118,13 +124,14 @@ class GPT(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         token_order: Int[Array, "B T"] | None = None,
         *,
+        bounds: Bounds | Sequence[Bounds | None] | None = None,
         counted: Bool[Array, "B T"] | None = None,
         gather_layer: GatherLayer | None = None,
     ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         """A call that also returns the sums for the routers' losses.
 
         Args:
-          tokens, segment_ids, positions, token_order, gather_layer: as for a call.
+          tokens, segment_ids, positions, token_order, bounds, gather_layer: as for a call.
           counted: tokens that the sums are of, without padding; None: all.
 
         Returns:
@@ -137,16 +144,23 @@ class GPT(nnx.Module):
             length if sharding is None else sharding.whole_length(length),
         )
 
-        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> tuple[Array, RouterSums | None]:
+        def apply_block(
+            graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, bounds: Bounds | None
+        ) -> tuple[Array, RouterSums | None]:
             if gather_layer is not None:
                 state = gather_layer(state)
             block = nnx.merge(graphdef, state)
             rotation = rotations[block.attention.rotary]
-            return block(hidden, segment_ids, positions, rotation, token_order, counted)
+            return block(hidden, segment_ids, positions, rotation, token_order, counted, bounds)
 
         stacks = self._split_stacks(cast=gather_layer is None)
         hidden, sums = apply_layers(
-            apply_block, stacks, self._embed(tokens), scan=self.config.scan_layers, remat=self._remat()
+            apply_block,
+            stacks,
+            self._embed(tokens),
+            bounds=self._bounds_of_stacks(bounds, *tokens.shape),
+            scan=self.config.scan_layers,
+            remat=self._remat(),
         )
         return self.final_norm(hidden), sums
 
@@ -329,6 +343,19 @@ class GPT(nnx.Module):
         # Once for all layers and both passes; each layer would cast its own, forward and again backward.
         states = with_matrices_in(jnp.dtype(self.config.compute_dtype), states) if cast else states
         return LayerStacks(graphdefs, states, self.config.num_layers)
+
+    def _bounds_of_stacks(
+        self, bounds: Bounds | Sequence[Bounds | None] | None, batch: int, length: int
+    ) -> list[Bounds | None]:
+        num_stacks = len(self.blocks)
+        if bounds is None or isinstance(bounds, Bounds):
+            return [checked_bounds(bounds, batch, length, length)] * num_stacks
+        if len(bounds) != num_stacks:
+            raise ValueError(
+                f"bounds has {len(bounds)} entries for layers that repeat after {num_stacks}; give one for each of "
+                "these, or kernels.Bounds for all"
+            )
+        return [checked_bounds(each, batch, length, length) for each in bounds]
 
     def _remat(self) -> Remat | None:
         policy = parse_remat(self.config.remat)

@@ -7,8 +7,9 @@ Shapes: B batch, T tokens, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, TypeVar
 
 import jax
@@ -16,11 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kernels import Bounds
 from layers.moe import RouterSums
 from layers.remat import Remat
 
 Stack = TypeVar("Stack")
-ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], tuple[Array, RouterSums | None]]
+ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array, Bounds | None], tuple[Array, RouterSums | None]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,13 @@ def restack(stacks: Mapping[int, Stack], num_layers: int, num_stacks: int) -> di
 
 
 def apply_layers(
-    apply_block: ApplyBlock, stacks: LayerStacks, hidden: Float[Array, "B T W"], *, scan: bool, remat: Remat | None
+    apply_block: ApplyBlock,
+    stacks: LayerStacks,
+    hidden: Float[Array, "B T W"],
+    *,
+    bounds: Sequence[Bounds | None],
+    scan: bool,
+    remat: Remat | None,
 ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
     """Runs all layers.
 
@@ -74,6 +82,7 @@ def apply_layers(
       apply_block: runs one.
       stacks: the layers.
       hidden: the residual stream that enters the first.
+      bounds: of each stack's layers.
       scan: one loop over the repeats of the pattern; False: layer by layer.
       remat: policy of the activations that the backward pass recomputes; None: none.
 
@@ -81,7 +90,7 @@ def apply_layers(
       The residual stream behind the last layer, and the routers' sums of all layers, stacked; None without routers.
     """
     if not scan:
-        return _apply_each(apply_block, stacks, hidden, remat)
+        return _apply_each(apply_block, stacks, hidden, bounds, remat)
     graphdefs, states = stacks.graphdefs, stacks.states
     num_repeats, num_left_over = divmod(stacks.num_layers, len(graphdefs))
     # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
@@ -91,15 +100,16 @@ def apply_layers(
 
     def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, list[RouterSums | None]]:
         sums = []
-        for graphdef, state in zip(graphdefs, layer_states, strict=True):
-            hidden, layer_sums = apply_in_scan(graphdef, state, hidden)
+        for graphdef, state, own_bounds in zip(graphdefs, layer_states, bounds, strict=True):
+            hidden, layer_sums = apply_in_scan(graphdef, state, hidden, own_bounds)
             sums.append(layer_sums)
         return hidden, sums
 
     hidden, sums = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
     router_sums = jax.tree.map(lambda *pattern_sums: jax.lax.collapse(jnp.stack(pattern_sums, axis=1), 0, 2), *sums)
-    for graphdef, state in zip(graphdefs[:num_left_over], states[:num_left_over], strict=True):
-        hidden, last = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
+    for graphdef, state, own_bounds in list(zip(graphdefs, states, bounds, strict=True))[:num_left_over]:
+        last_state = jax.tree.map(lambda leaf: leaf[num_repeats], state)
+        hidden, last = apply_after_scan(graphdef, last_state, hidden, own_bounds)
         router_sums = jax.tree.map(
             lambda stack, last_sums: jnp.concatenate([stack, last_sums[None]]), router_sums, last
         )
@@ -107,13 +117,17 @@ def apply_layers(
 
 
 def _apply_each(
-    apply_block: ApplyBlock, stacks: LayerStacks, hidden: Float[Array, "B T W"], remat: Remat | None
+    apply_block: ApplyBlock,
+    stacks: LayerStacks,
+    hidden: Float[Array, "B T W"],
+    bounds: Sequence[Bounds | None],
+    remat: Remat | None,
 ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
     # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
     apply = jax.jit(_rematerialized(apply_block, remat, prevent_cse=True), static_argnums=(0,))
     router_sums = []
-    for graphdef, state in stacks.each_layer():
-        hidden, layer_sums = apply(graphdef, state, hidden)
+    for (graphdef, state), own_bounds in zip(stacks.each_layer(), cycle(bounds), strict=False):
+        hidden, layer_sums = apply(graphdef, state, hidden, own_bounds)
         router_sums.append(layer_sums)
     return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *router_sums)
 

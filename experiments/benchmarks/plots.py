@@ -15,10 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_title, latest_rows, read_rows
 from experiments.benchmarks.command_line import read_arguments
-from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
-from kernels.masks.drawing import save_png
+from kernels import (
+    CausalMask,
+    ChunkedCausalMask,
+    FullMask,
+    LocalMask,
+    MultiHeadMask,
+    PrefixMask,
+    block_bounds,
+    document_bounds,
+    prefix_bounds,
+    tree_bounds_of_parents,
+    window_bounds,
+)
+from kernels.masks.drawing import Panel, save_panels, save_png
 from trainer.evaluate.pictures import draw_retrieval
 from trainer.evaluate.results import read_lines
 from trainer.observers.plots import draw_losses
@@ -192,6 +206,22 @@ def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: t
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": digest(series)})
 
 
+def panels_of_bounds(length: int) -> list[Panel]:
+    """Masks as data: one of each constructor."""
+    eighths = lambda *sizes: np.array(sizes) * (length // 8)  # noqa: E731
+    images = np.repeat([0, 1, 0, 2, 0], eighths(1, 2, 2, 1, 2))
+    tree = tree_bounds_of_parents(np.array([-1, 0, 1, 1, 0]), eighths(3, 1, 1, 1, 2), length)
+    prefixes = prefix_bounds(eighths(2, 1), document_lengths=eighths(5, 3), length=length)
+    return [
+        Panel("CausalMask(), tree_bounds_of_parents", CausalMask(), tree),
+        Panel("prefix_bounds", FullMask(), prefixes),
+        Panel("block_bounds", FullMask(), block_bounds(images)),
+        Panel(f"block_bounds, left={length // 8 - 1}", FullMask(), block_bounds(images, length // 8 - 1)),
+        Panel(f"window_bounds, left={length // 4 - 1}", FullMask(), window_bounds(length // 4 - 1, length)),
+        Panel("CausalMask(), document_bounds", CausalMask(), document_bounds(images)),
+    ]
+
+
 def main(arguments: PlotArguments) -> None:
     """Draws every picture and prints where it lies."""
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -210,6 +240,7 @@ def main(arguments: PlotArguments) -> None:
     draw_retrieval(evaluations, max(line.step for line in evaluations), arguments.output / "retrieval_before_after.png")
     for name, masks in MASK_PICTURES.items():
         save_png(MultiHeadMask(masks), arguments.output / name, 4096)
+    save_panels(panels_of_bounds(4096), arguments.output / "masks_as_data.png")
     print(*sorted(arguments.output.iterdir()), sep="\n")
 
 

@@ -27,7 +27,7 @@ from kernels.context.costs import Exchange
 from kernels.context.exchanges import all_to_all
 from kernels.context.layout import MeshLayout
 from kernels.context.rank import Rank
-from kernels.masks import Mask
+from kernels.masks import Bounds, Mask
 
 if TYPE_CHECKING:
     from kernels.backends.tuning import Tuning
@@ -43,6 +43,7 @@ def attend_over_mesh(
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
     token_order: Int[Array, "B T"] | None = None,
+    bounds: Bounds | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -60,6 +61,7 @@ def attend_over_mesh(
       token_order: the index in the sequence of each token, in the order of the ranks, for
         `sequence_sharding="balanced"`, as `shard_sequence` returns it with its default chunk size: whole chunks, in any
         order. The order of the other shardings is known.
+      bounds: as for `kernels.dot_product_attention`, where the mesh doesn't split sequences.
       exchange: how ranks get at the keys that their queries attend to; None for the choice of `choose_exchange`.
 
     Returns:
@@ -85,11 +87,18 @@ def attend_over_mesh(
         key_value_segment_ids=segment_ids,
         query_positions=positions,
         key_value_positions=positions,
+        bounds=bounds,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
         device=layout.mesh.devices.flat[0],
     )
+    num_ranks = layout.mesh.shape[layout.sequence_axis]
+    if call.bounds and num_ranks > 1:
+        raise ValueError(
+            f"bounds are indices in whole sequences, which the mesh's {layout.sequence_axis}={num_ranks} splits; set "
+            f"{layout.sequence_axis} to 1, or describe the mask without bounds"
+        )
     if token_order is not None:
         token_order = checked_positions("token_order", token_order, call.batch, call.q_len)
 

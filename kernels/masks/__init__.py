@@ -4,6 +4,14 @@ from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask,
 from kernels.masks.bounds import Bounds
 from kernels.masks.dense import NumpyMask
 from kernels.masks.intervals import TileKind
+from kernels.masks.make_bounds import (
+    block_bounds,
+    document_bounds,
+    prefix_bounds,
+    tree_bounds_of_ends,
+    tree_bounds_of_parents,
+    window_bounds,
+)
 from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
 from kernels.masks.text import parse_mask
 from kernels.masks.user_function import MaskFn
@@ -23,6 +31,12 @@ __all__ = [
     "OrMask",
     "PrefixMask",
     "TileKind",
+    "block_bounds",
+    "document_bounds",
     "parse_mask",
+    "prefix_bounds",
     "require_mask",
+    "tree_bounds_of_ends",
+    "tree_bounds_of_parents",
+    "window_bounds",
 ]
