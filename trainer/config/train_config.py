@@ -242,6 +242,11 @@ class TrainConfig:
                 f"sequence_length={self.sequence_length} is not a multiple of mesh.context={self.mesh.context}; "
                 f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
             )
+        if self.data.source == "trees" and self.mesh.context > 1:
+            raise ValueError(
+                f"data.source='trees' has subtrees in whole sequences, which mesh.context={self.mesh.context} splits; "
+                "set mesh.context to 1"
+            )
         if self.init_from is None:
             self.check_model()
             self.in_phases()

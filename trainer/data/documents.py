@@ -95,6 +95,10 @@ class Documents:
         """The chosen documents, sharing the tokens."""
         return Documents(self.arrays, self.table[chosen], self.delimiters)
 
+    def as_texts(self) -> Documents:
+        """Documents that are read from their beginnings to their ends, as these are."""
+        return self
+
     def tokens(self, document: int, num_tokens: int | None = None) -> np.ndarray:
         """The first tokens of one document, without delimiters; all of them by default.
 

@@ -2,7 +2,9 @@
 
 The model is split into its structure, in `StepContext`, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`.
+and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. A batch
+of trees also has weights, by which training multiplies the targets' losses, and q_end, by which attention stays within
+branches. Losses stay means over the targets of the mask, whatever the weights sum to. An evaluation has no weights.
 
 `train_step` calls from top to bottom: `mean_loss_gradient`, in it `gradient_on_device` on each device, in it
 `training_loss`, in it `run_model` and `cross_entropy`; then `update`.
@@ -23,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import Bounds
 from kernels.loss.exp_logits import ExpLogits
 from layers import GPT
 from layers.gpt import GatherLayer
@@ -42,6 +45,8 @@ BATCH_DTYPES = {
     "segment_ids": jnp.int32,
     "positions": jnp.int32,
 }
+TREE_DTYPES = {"weights": jnp.float32, "q_end": jnp.int32}
+"""Of what a batch of trees has beside it."""
 
 
 class TrainState(NamedTuple):
@@ -61,7 +66,7 @@ class StepMetrics(NamedTuple):
     """Scalars of one step, on the device until read."""
 
     loss: Float[Array, ""]
-    """Nats per target, without z-loss."""
+    """Nats per target, without z-loss; times its weight, if targets have weights."""
     z_loss: Float[Array, ""]
     """z-loss per target, weighted."""
     grad_norm: Float[Array, ""]
@@ -204,7 +209,8 @@ def training_loss(context: StepContext, params: Any, batch: Batch, gather_layer:
     load = None
     if router is not None:
         hidden, load = sum_load(hidden, router, batch["target_mask"], context.gather.sum)
-    return add_router_losses(cross_entropy(context, model, hidden, batch), router, load, context.config.model.moe)
+    loss = cross_entropy(context, model, hidden, batch, batch.get("weights"))
+    return add_router_losses(loss, router, load, context.config.model.moe)
 
 
 def run_model(
@@ -218,13 +224,16 @@ def run_model(
         batch["segment_ids"] if apart else None,
         batch["positions"] if apart else None,
         batch.get("token_order"),
+        bounds=Bounds(q_end=batch["q_end"]) if "q_end" in batch else None,
         counted=batch["target_mask"],
         gather_layer=gather_layer,
     )
     return model, hidden, router
 
 
-def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch) -> CrossEntropy:
+def cross_entropy(
+    context: StepContext, model: GPT, hidden: Array, batch: Batch, weights: Float[Array, "B T"] | None = None
+) -> CrossEntropy:
     """Sums over this device's tokens."""
     config = context.config
     with jax.named_scope("loss"):
@@ -233,6 +242,7 @@ def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch)
             model.head_kernel,
             batch["targets"],
             batch["target_mask"],
+            weights,
             chunk_size=config.loss.chunk_size,
             z_loss=config.loss.z_loss,
             logits_soft_cap=config.model.final_logits_soft_cap,
