@@ -88,6 +88,6 @@ def _weight(node: dict[str, Any], is_completion: bool, place: str) -> float:
     if type(weight) is not float:
         raise DataError(f"{place}: field 'weight' is {json_name(weight)}, expected a number")
     # The step has it in float32.
-    if not math.isfinite(weight) or abs(weight) > np.finfo(np.float32).max:
+    if not math.isfinite(weight) or abs(weight) > float(np.finfo(np.float32).max):
         raise DataError(f"{place}: weight={weight} is not a finite number in float32; repair or drop the completion")
     return weight
