@@ -6,8 +6,8 @@ costs a token for each completion of a node but one; every target is there once,
 its branch alone: those whose subtree it is in.
 
 A tree that is longer than a sequence is split between completions as near to its top as will do. Each part repeats the
-tokens before it, as context: their loss counts in the first part alone. A branch isn't cut, because a completion without
-its prompt is another text.
+tokens before it, as context: their loss counts in the first part alone. A branch isn't cut: a completion without its
+prompt is another text.
 
 Shapes: T tokens in a sequence, P parts of trees.
 """
@@ -36,9 +36,9 @@ class PackedTrees(PackedSequences):
     """Random access to the packed sequences of some trees.
 
     Items are as those of `PackedSequences`, with a segment for each tree, `positions` that count from 0 in each branch,
-    and two more arrays: `weights` (float32), of each target's loss, and `q_end` (int32), the end of each token's subtree
-    in the sequence. The `target_mask` is True where the weight isn't 0. A piece is a part of a tree; its `start` is its
-    first branch.
+    and two more arrays: `weights` (float32), of each target's loss, and `q_end` (int32), the index in the sequence
+    behind each token's subtree. The `target_mask` is True where the weight isn't 0. A piece is a part of a tree, and
+    its `start` the first branch.
 
     Raises:
         DataError: a branch is longer than a sequence; names its tree.

@@ -75,8 +75,7 @@ def _tree_of_line(line: bytes, where: Line) -> TextTree | None:
         nodes.append(TextNode(parent, utf8_of_field(node[field], field, place), _weight(node, bool(name), place)))
         prefix = f"{name}.completions" if name else "completions"
         waiting += [
-            (each, len(nodes) - 1, f"{prefix}[{index}]")
-            for index, each in reversed(list(enumerate(completions)))
+            (each, len(nodes) - 1, f"{prefix}[{index}]") for index, each in reversed(list(enumerate(completions)))
         ]
         if not name and not completions:
             raise DataError(f"{place}: no completions of its prompt; give one at least, or drop the tree")

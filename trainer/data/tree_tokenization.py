@@ -55,11 +55,11 @@ def tokenize_trees(
     return TokenizedFiles(documents, entry.about["digest"])
 
 
-def _write_entry(
-    folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_progress: OnProgress
-) -> dict[str, Any]:
+def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
     digest, num_tokens, reported = hashlib.sha256(), 0, time.monotonic()
-    tables, trees, nodes = [], [], []
+    tables: list[tuple[int, ...]] = []
+    trees: list[tuple[int, ...]] = []
+    nodes: list[np.ndarray] = []
     with (folder / "tokens.bin").open("wb") as file:
         for chunk in chunks(_trees_of(files), lambda each: sum(len(node.text) for node in each[0].nodes)):
             for (text, file_number), encoded in zip(chunk, _encode(chunk, tokenizer), strict=True):
@@ -112,7 +112,8 @@ def _lay_out(
     """A tree's tokens in depth-first order, with delimiters, and the records of its nodes that have tokens."""
     begin, end = (np.array([] if token is None else [token], encoded[0].dtype) for token in tokenizer.delimiters)
     is_parent = {node.parent for node in tree.nodes}
-    parts, records = [], []
+    parts: list[np.ndarray] = []
+    records: list[tuple[Any, ...]] = []
     # The record of each node, or of the nearest before it in its branches where it has no token.
     record_of: list[int] = []
     first = 0

@@ -322,13 +322,13 @@ def _sum_up(
     return jnp.where(target_mask, _weighted(nats, weights), 0.0).sum(), z
 
 
-def _weighted(x: Float[Array, "C *V"], weights: Float[Array, " C"] | None) -> Float[Array, "C *V"]:
+def _weighted(x: Float[Array, "C ..."], weights: Float[Array, " C"] | None) -> Float[Array, "C ..."]:
     """The terms of each token times its weight."""
     return x if weights is None else x * weights.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _signed(x: Float[Array, "C *V"], weights: Float[Array, " C"] | None) -> Float[Array, "C *V"]:
-    """The terms of each token times its weight's sign: what a weight multiplies of a term of its absolute value."""
+def _signed(x: Float[Array, " C"], weights: Float[Array, " C"] | None) -> Float[Array, " C"]:
+    """The terms of each token times its weight's sign: the weight times that is its absolute value times the terms."""
     return x if weights is None else _weighted(x, jnp.sign(weights))
 
 

@@ -2,9 +2,11 @@
 
 The model is split into its structure, in `StepContext`, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. A batch
-of trees also has weights, by which training multiplies the targets' losses, and q_end, by which attention stays within
-branches. Losses stay means over the targets of the mask, whatever the weights sum to. An evaluation has no weights.
+and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`.
+
+A batch of trees also has q_end, by which attention stays within branches, and weights, by which training multiplies the
+losses of targets. The loss is their sum over the number of targets whose weight isn't 0: weights of both signs may sum
+to nothing. An evaluation counts each of these targets once.
 
 `train_step` calls from top to bottom: `mean_loss_gradient`, in it `gradient_on_device` on each device, in it
 `training_loss`, in it `run_model` and `cross_entropy`; then `update`.

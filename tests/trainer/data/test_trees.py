@@ -21,6 +21,7 @@ from trainer.data.validation_set import ValidationSet
 from trainer.step.flops import FlopCounter
 
 END = 256
+DELIMITERS = Delimiters(END, END)
 MODEL = GPTConfig(vocab_size=8, num_layers=1, width=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8)
 
 texts = st.text("ab", min_size=0, max_size=4)
@@ -79,7 +80,7 @@ def read_back(row):
     return found
 
 
-def load_trees(folder, lines, delimiters=Delimiters(END, END)):
+def load_trees(folder, lines, delimiters=DELIMITERS):
     path = folder / "trees.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     cache = TokenCache(folder / "cache")
@@ -191,7 +192,10 @@ COMPLETIONS = [{"text": "a"}]
             r"2: completions\[0\].completions\[1\]: field 'text' is null, expected text",
         ),
         ({"prompt": "p", "completions": [{"text": "a", "weight": "1"}]}, r"completions\[0\]: field 'weight' is text"),
-        ({"prompt": "p", "completions": [{"text": "a", "weight": True}]}, "field 'weight' is a boolean, expected a num"),
+        (
+            {"prompt": "p", "completions": [{"text": "a", "weight": True}]},
+            "field 'weight' is a boolean, expected",
+        ),
         ({"prompt": "p", "completions": [{"text": "a", "weight": float("nan")}]}, "weight=nan is not a finite number"),
         ({"prompt": "p", "completions": [{"text": "a", "weight": -1e39}]}, "weight=-1e[+]39 is not a finite number"),
         ({"prompt": "p", "weight": float("inf"), "completions": COMPLETIONS}, "trees.jsonl:2: weight=inf is not a fin"),
@@ -205,10 +209,10 @@ def test_refuses_a_line(tmp_path, line, message):
 def test_refuses_trees_that_teach_nothing(tmp_path):
     with pytest.raises(DataError, match="every token in 1 file has weight 0; give one a weight"):
         load_trees(tmp_path, [{"prompt": "p", "completions": [{"text": "a", "weight": 0}]}])
-    with pytest.raises(DataError, match="trees.jsonl:1: its prompt has no token, and no token begins documents"):
+    with pytest.raises(DataError, match=r"trees.jsonl:1: its prompt has no token, and no token begins documents"):
         load_trees(tmp_path, [{"prompt": "", "completions": COMPLETIONS}], Delimiters(None, END))
     (tmp_path / "trees.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match="trees.jsonl holds no trees"):
+    with pytest.raises(DataError, match=r"trees.jsonl holds no trees"):
         tokenize_trees([tmp_path / "trees.jsonl"], ByteTokenizer(), TokenCache(tmp_path / "c"), lambda line: None)
 
 

@@ -309,8 +309,12 @@ def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tm
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize("keep_documents_apart", [True, False])
-def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, keep_documents_apart):
+@pytest.mark.parametrize(
+    "changes",
+    [{"keep_documents_apart": True}, {"keep_documents_apart": False}, {"source": "trees"}],
+    ids=["apart", "as one", "trees"],
+)
+def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, changes):
     """The plan is made from the config, ahead of tracing; here the tracing is watched, and must agree."""
     from kernels.attention import dispatch
 
@@ -321,7 +325,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
         layer_overrides=(LayerOverride(num_kv_heads=2), LayerOverride(rope_base=None, head_dim=8)),
         query_scale=0.3,
     )
-    data = dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart)
+    data = dataclasses.replace(config.data, **changes)
     config = dataclasses.replace(config, model=model, data=data)
     seen = []
     choose = dispatch.select_backend
