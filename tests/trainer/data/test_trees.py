@@ -236,13 +236,15 @@ def test_a_config_refuses_what_trees_cannot_have():
 
 @pytest.fixture
 def write(tmp_path, rng):
-    def write(name="trees.jsonl.gz", num_trees=40, weight=-0.5):
+    lengths = rng.integers(1, 20, (40, 4)).tolist()
+
+    def write(name="trees.jsonl.gz", weight=-0.5):
         lines = [
             {
-                "prompt": f"{i} " + "x" * int(rng.integers(1, 20)),
-                "completions": [{"text": "y" * int(rng.integers(1, 9)), "weight": weight} for _ in range(3)],
+                "prompt": f"{number} " + "x" * of_prompt,
+                "completions": [{"text": "y" * length, "weight": weight} for length in of_completions],
             }
-            for i in range(num_trees)
+            for number, (of_prompt, *of_completions) in enumerate(lengths)
         ]
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
         (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
@@ -270,10 +272,10 @@ def test_a_stream_goes_on_where_it_was(write, load):
 
 def test_another_weight_is_other_data(write, load):
     fingerprints = []
-    for weight in (1.0, 1.0, -1.0):
-        write("trees.jsonl", weight=weight, num_trees=4)
-        fingerprints.append(load("trees", "trees.jsonl", validation_fraction=0.4).fingerprint)
-    assert fingerprints[0] != fingerprints[2]
+    for name, weight in (("one", 1.0), ("same", 1.0), ("other", -1.0)):
+        write(f"{name}.jsonl", weight)
+        fingerprints.append(load("trees", f"{name}.jsonl").fingerprint)
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def test_validation_is_padded_with_sequences_of_the_same_arrays(write, load):

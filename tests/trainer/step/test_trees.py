@@ -39,7 +39,7 @@ def draw_node(rng, depth):
 
 def draw_tree(rng):
     prompt = draw_node(rng, 0)["text"]
-    return {"prompt": prompt, "completions": [draw_node(rng, 2) for _ in range(rng.integers(1, 4))]}
+    return {"prompt": prompt, "completions": [draw_node(rng, 2) for _ in range(rng.integers(2, 4))]}
 
 
 def branches_of(tree):
@@ -73,7 +73,7 @@ def rows_of_branches(branches):
 
 
 def run(batch, mesh, source):
-    """The gradient, the sums of the loss and the parameters after a step."""
+    """The gradient, the parameters after a step, the sums of the loss, and the weighted loss of each target."""
     config = TrainConfig(
         name="trees",
         model=GPTConfig(**MODEL),
@@ -95,8 +95,14 @@ def run(batch, mesh, source):
     placed = make_global_batch(share, sharding)
     state = functions.init_state()
     gradients, sums = functions.gradients(state.params, placed)
+    losses = functions.token_step(state.params, placed).nats * batch["weights"]
     after, metrics = functions.train_step(state, placed)
-    return jax.device_get((gradients, sums, after.params, metrics))
+    assert metrics.num_targets == batch["target_mask"].sum()
+    return jax.device_get((gradients, after.params, sums._asdict(), losses))
+
+
+def assert_close(found, expected, scale):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * scale)
 
 
 @pytest.mark.usefixtures("eight_devices", "float64")
@@ -113,9 +119,12 @@ def test_a_step_on_trees_is_one_on_branches(rng, tmp_path, mesh):
     trees = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     assert packed.sharing()["num_tokens_saved"] > 0
     branches = rows_of_branches([branch for line in lines for branch in branches_of(line)])
-    of_trees = run(trees, mesh, {"source": "trees", "files": ("trees.jsonl",)})
-    of_branches = run(branches, MeshConfig(), {})
-    for found, expected in zip(of_trees[:3], of_branches[:3], strict=True):
-        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12 * max(np.abs(theirs).max(), 1e-30))
-    assert of_trees[3].num_targets == trees["target_mask"].sum() == branches["target_mask"].sum()
+    *of_trees, sums, losses = run(trees, mesh, {"source": "trees", "files": ("trees.jsonl",)})
+    *of_branches, expected_sums, expected_losses = run(branches, MeshConfig(), {})
+    for ours, theirs in zip(jax.tree.leaves(of_trees), jax.tree.leaves(of_branches), strict=True):
+        assert_close(ours, theirs, np.abs(theirs).max())
+    scale = np.abs(losses).sum()  # of which the signs leave less
+    for name in ("total", "nats", "z", "num_targets"):
+        assert_close(sums[name], expected_sums[name], scale)
+    for each in (losses, expected_losses):
+        assert_close(sums["nats"], each.sum(), scale)
