@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from kernels import CausalMask, Mask, Tuning
+from kernels import CausalMask, Mask, ScheduledWindow, Tuning
 from kernels.arguments.static_numbers import checked_soft_cap
 from layers.checks import check_choice, check_implementation, check_numbers
 from layers.layer_config import LayerConfig, LayerOverride
@@ -95,7 +95,8 @@ class GPTConfig:
     tie_embeddings: bool = True
     """The head uses the embedding's own matrix."""
     masks: tuple[Mask, ...] = (CausalMask(),)
-    """Attention masks, repeated over the layers: layer i uses masks[i % len(masks)]."""
+    """Attention masks, repeated over the layers: layer i uses masks[i % len(masks)]. In training, a ScheduledWindow
+    grows with the step."""
     layer_overrides: tuple[LayerOverride, ...] = ()
     """Settings of single layers, repeated over the layers as `masks` are: as many as there are masks, unless there is
     at most one of either. Set in a config file."""
@@ -206,6 +207,10 @@ class GPTConfig:
                     f"model.masks holds a MultiHeadMask for {mask.num_heads} heads, but num_heads={self.num_heads}; "
                     "give it one mask per query head"
                 )
+        if len(windows := {mask.scheduled_window for mask in self.masks} - {None}) > 1:
+            raise ValueError(
+                f"model.masks holds {' and '.join(sorted(map(repr, windows)))}; give all layers one ScheduledWindow"
+            )
         if len(self.masks) > self.num_layers:
             raise ValueError(
                 f"model.masks has {len(self.masks)} entries for num_layers={self.num_layers}, so the last would "
@@ -307,6 +312,11 @@ class GPTConfig:
             mask=self.masks[index % len(self.masks)],
             **{name: own.get(name, getattr(self, name)) for name in _OVERRIDABLE},
         )
+
+    @property
+    def scheduled_window(self) -> ScheduledWindow | None:
+        """The window of `masks` whose width grows over a training run; None: there is none."""
+        return next((window for mask in self.masks if (window := mask.scheduled_window) is not None), None)
 
     @property
     def layer_counts(self) -> dict[LayerConfig, int]:

@@ -63,6 +63,10 @@ class TrainingFailed(RuntimeError):
         super().__init__(_readable(message))
 
 
+class DataUsedUpError(TrainingFailed):
+    """No document is left. Processes that train together find this out at the same batch."""
+
+
 def name_flags(message: str, arguments: Sequence[str]) -> str:
     """A message about a config, with each `field=value` that came from the command line named as it was typed there.
 

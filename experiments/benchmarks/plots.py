@@ -217,7 +217,7 @@ def panels_of_bounds(length: int) -> list[Panel]:
         Panel("prefix_bounds", FullMask(), prefixes),
         Panel("block_bounds", FullMask(), block_bounds(images)),
         Panel(f"block_bounds, left={length // 8 - 1}", FullMask(), block_bounds(images, length // 8 - 1)),
-        Panel(f"window_bounds, left={length // 4 - 1}", FullMask(), window_bounds(length // 4 - 1, length)),
+        Panel(f"window_bounds, left={length // 4 - 1}", CausalMask(), window_bounds(length // 4 - 1, length)),
         Panel("CausalMask(), document_bounds", CausalMask(), document_bounds(images)),
     ]
 

@@ -111,7 +111,7 @@ def _forward_seconds(arguments: SharedContextArguments, functions: Any, params: 
     sequence["positions"][:] = np.arange(arguments.length)
     share = BatchShare({name: array[None] for name, array in sequence.items()}, (0,), (np.array([arguments.length]),))
     batch = make_global_batch(share, batch_sharding(functions.mesh))
-    return _median_seconds(lambda: jax.block_until_ready(functions.eval_step(params, batch)), arguments.num_repeats)
+    return _median_seconds(lambda: jax.block_until_ready(functions.eval_step(params, batch, 0)), arguments.num_repeats)
 
 
 def _median_seconds(run: Callable[[], Any], num_repeats: int) -> float:

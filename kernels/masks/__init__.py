@@ -12,7 +12,7 @@ from kernels.masks.make_bounds import (
     tree_bounds_of_parents,
     window_bounds,
 )
-from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
+from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask, ScheduledWindow
 from kernels.masks.text import parse_mask
 from kernels.masks.user_function import MaskFn
 
@@ -30,6 +30,7 @@ __all__ = [
     "NumpyMask",
     "OrMask",
     "PrefixMask",
+    "ScheduledWindow",
     "TileKind",
     "block_bounds",
     "document_bounds",

@@ -182,6 +182,18 @@ class Mask:
         return band.left, band.right
 
     @property
+    def scheduled_window(self) -> Any:  # its class's module imports this one
+        """The mask's `ScheduledWindow`, whose width grows over a training run; None: it has none.
+
+        Raises:
+          ValueError: there are two, or it isn't combined by `&` alone, so that to narrow it isn't to narrow the mask.
+        """
+        windows = [window for part in self.parts if (window := part.scheduled_window) is not None]
+        if windows and (self.operator != "&" or len(windows) > 1):
+            raise ValueError(f"{self!r}: a ScheduledWindow combines with other masks by & alone, and with no other one")
+        return windows[0] if windows else None
+
+    @property
     def causal_chunk_size(self) -> int | None:
         """The size of the chunks if the mask is causal within chunks and nothing else."""
         sizes = () if self.band is None else self.band.chunk_sizes

@@ -159,7 +159,7 @@ def block_bounds(block_ids: Int[_ArrayLike, "*B T"], left: Integers | None = Non
 
 
 def window_bounds(left: Integers, length: int) -> Bounds:
-    """A sliding window whose width is data: what `LocalMask(left, 0)` allows. For no mask.
+    """A sliding window whose width is data. For `CausalMask()`: together they are `LocalMask(left, 0)`.
 
     Args:
       left: how many tokens before its own a token sees: W − 1 for the last W tokens. A number, or one for each of the
@@ -167,20 +167,19 @@ def window_bounds(left: Integers, length: int) -> Bounds:
       length: T.
 
     Returns:
-      `k_start` and `k_end`.
+      `k_start`.
 
     Raises:
       ValueError: a width that isn't an integer.
 
-    >>> window_bounds(1, 4).allowed(4, 4).astype(int).tolist()
-    [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    >>> window_bounds(1, 4).k_start.tolist()
+    [-1, 0, 1, 2]
     """
     left = _integers("left", left)
     xp = array_namespace(left)
     index = xp.arange(length, dtype=np.int32)
     # Wider ones allow what these allow, and stay within int32.
-    k_start = index - left.clip(-1, length)[..., None]
-    return Bounds(k_start, xp.broadcast_to(index + 1, k_start.shape))
+    return Bounds(k_start=index - left.clip(-length, length)[..., None])
 
 
 def document_bounds(

@@ -1,4 +1,4 @@
-"""Masks with a closed form: full, causal, local, chunked, prefix."""
+"""Masks with a closed form: full, causal, local, with a schedule or without, chunked, prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kernels.masks.algebra import Mask
-from kernels.masks.intervals import Band, at_most, chunk_start
+from kernels.masks.intervals import Band, Integers, array_namespace, at_most, chunk_start
 
 
 def _require_int(owner: Mask, name: str, *, minimum: int | None = None, optional: bool = False) -> None:
@@ -24,6 +24,8 @@ def _require_int(owner: Mask, name: str, *, minimum: int | None = None, optional
 
 
 _UNSAID: Any = ...
+
+_WIDEST_SCHEDULED = 1 << 23  # float32 holds the halves of all numbers up to it
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,67 @@ class LocalMask(Mask):
     @property
     def band(self) -> Band:
         return Band(left=self.left, right=self.right)
+
+
+@dataclass(frozen=True)
+class ScheduledWindow(Mask):
+    """A causal window whose width grows over the steps of a training run.
+
+    As a mask it is the widest window, `LocalMask(stop - 1, 0)`: plans, memory and compile time are of that. A training
+    step narrows it by bounds, so that all steps are one program. It combines with other masks by `&` alone.
+
+    Args:
+      start: tokens in the window at step 1, the query's own among them.
+      stop: tokens from step `num_steps` on.
+      num_steps: steps over which the width grows linearly, in whole tokens.
+
+    >>> window = ScheduledWindow(start=256, stop=8192, num_steps=1000)
+    >>> [int(window.width(step)) for step in (0, 1, 2, 500, 1000, 5000)]
+    [256, 256, 264, 4220, 8192, 8192]
+    """
+
+    start: int
+    stop: int
+    num_steps: int
+
+    def __post_init__(self):
+        _require_int(self, "start", minimum=1)
+        _require_int(self, "stop", minimum=1)
+        _require_int(self, "num_steps", minimum=2)
+        if self.start > self.stop:
+            raise ValueError(
+                f"ScheduledWindow.start={self.start} is more than stop={self.stop}; windows grow: use at most that"
+            )
+        if self.stop > _WIDEST_SCHEDULED:
+            raise ValueError(f"ScheduledWindow.stop={self.stop} must be at most {_WIDEST_SCHEDULED}")
+
+    def __call__(self, q_pos, kv_pos):
+        return LocalMask(self.stop - 1, 0)(q_pos, kv_pos)
+
+    @property
+    def band(self) -> Band:
+        return Band(left=self.stop - 1, right=0)
+
+    @property
+    def largest_parameter(self) -> int:
+        return self.stop
+
+    @property
+    def scheduled_window(self) -> ScheduledWindow:
+        return self
+
+    def width(self, step: Integers) -> Any:
+        """Tokens in the window.
+
+        Args:
+          step: of the run, from 1; may be traced.
+
+        Returns:
+          int32.
+        """
+        xp, last = array_namespace(step), self.num_steps - 1
+        fraction = xp.asarray(xp.clip(step - 1, 0, last), np.float32) / np.float32(last)
+        return self.start + xp.asarray(xp.rint(np.float32(self.stop - self.start) * fraction), np.int32)
 
 
 @dataclass(frozen=True)

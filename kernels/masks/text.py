@@ -7,10 +7,11 @@ import difflib
 from typing import Any
 
 from kernels.masks.algebra import Mask, MultiHeadMask
-from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
+from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask, ScheduledWindow
 
 PARSABLE_MASKS = {
-    mask.__name__: mask for mask in (FullMask, CausalMask, LocalMask, ChunkedCausalMask, PrefixMask, MultiHeadMask)
+    mask.__name__: mask
+    for mask in (FullMask, CausalMask, LocalMask, ScheduledWindow, ChunkedCausalMask, PrefixMask, MultiHeadMask)
 }
 """The masks that `parse_mask` reads, by name."""
 

@@ -7,7 +7,11 @@ rows × columns numbers is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall, AttentionInputs
@@ -89,8 +93,16 @@ def counted(rows: Rows) -> Rows:
     row, column = (jnp.arange(n, dtype=jnp.int32) for n in (rows.num_rows, num_columns))
     own = kind_of(column, *(rows.bounds[:, :, None, i] for i in range(4)))
     kinds = kleene_and(own, kind_of(row[:, None], *(rows.columns[:, None, :, i] for i in range(4))))
-    counts = []
+    operands: list[Array] = []
     for kind in (TileKind.PARTIAL, TileKind.FULL):
         is_kind = kinds == kind
-        counts += [is_kind.sum(-1, dtype=jnp.int32), jnp.where(is_kind, column, num_columns).min(-1)]
+        operands += [is_kind.astype(jnp.int32), jnp.where(is_kind, column, num_columns)]
+    # One reduction, into which XLA fuses all of this. Several would share arrays of all tiles.
+    counts = jax.lax.reduce(operands, [np.int32(0), np.int32(num_columns)] * 2, _combine, dimensions=[2])
     return rows._replace(counts=jnp.stack(counts, axis=-1))
+
+
+def _combine(one: Sequence[Array], other: Sequence[Array]) -> list[Array]:
+    """Counts of two parts of a row."""
+    combine = (jnp.add, jnp.minimum) * 2
+    return [each(a, b) for each, a, b in zip(combine, one, other, strict=True)]

@@ -222,13 +222,11 @@ def mask_of(window: int | None) -> Mask:
 
 
 def _window_of(mask: Mask) -> int | None:
-    if mask == CausalMask():
-        return None
-    window = None if mask.lookback is None else mask.lookback + 1
-    if window is not None:
-        local = LocalMask(window - 1, 0)
-        if mask in (local, CausalMask() & local, local & CausalMask(), CausalMask() & LocalMask(window - 1, None)):
-            return window
+    match mask.window:
+        case None, 0:
+            return None
+        case int(left), 0 if left >= 0:
+            return left + 1
     raise ValueError(f"CausalMask() or CausalMask() & LocalMask(…, 0) in model.masks (here {mask!r})")
 
 

@@ -11,6 +11,7 @@ from kernels import (
     MaskFn,
     NumpyMask,
     PrefixMask,
+    ScheduledWindow,
 )
 
 
@@ -27,6 +28,7 @@ interval_leaves = st.one_of(
     st.builds(LocalMask, _bounds, _bounds),
     st.builds(ChunkedCausalMask, st.integers(1, 50)),
     st.builds(PrefixMask, st.integers(0, 120)),
+    st.builds(ScheduledWindow, st.just(1), st.integers(1, 60), st.just(1000)),
 )
 
 # The interval family: the leaves, and intersections of any number of them.

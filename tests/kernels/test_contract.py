@@ -327,13 +327,14 @@ BOUNDED = [
     for case in CASES
     if case.bounds is not None
 ]
+OTHERS_BOUNDED = [case for case in BOUNDED if case not in LONG]
 MOSAIC_GPU_REFUSES = {"numpy_mask", "negative_scale"}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward", ["fused", "split"])
-@pytest.mark.parametrize("case", CASES + LONG + BOUNDED + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
+@pytest.mark.parametrize("case", CASES + LONG + OTHERS_BOUNDED + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
 def test_mosaic_gpu(case, backward, dtype, rng):
     attend = through_implementation(case, MosaicGpuTuning(backward))
     if case.name in MOSAIC_GPU_REFUSES:
@@ -358,7 +359,7 @@ def test_mosaic_gpu_hides_no_nan(case, backward, dtype, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES + LONG + BOUNDED if case.name not in MOSAIC_GPU_REFUSES],
+    [case for case in CASES + LONG + OTHERS_BOUNDED if case.name not in MOSAIC_GPU_REFUSES],
     ids=lambda case: f"{case.name}-{case.q_len}",
 )
 @pytest.mark.parametrize("backward", ["fused", "split"])
@@ -526,13 +527,17 @@ EVERY_FEATURE = Case(
     positions="permuted",
 )  # fmt: skip
 # Masks some of whose rows allow several intervals of keys, or none that is known in closed form; and a scale.
-TRITON_REFUSES = {"complement", "mask_fn", "numpy_mask", "permuted_positions", "everything", "negative_scale"}
+TRITON_REFUSES = {
+    "complement", "mask_fn", "numpy_mask", "permuted_positions", "everything", "negative_scale", "bounds_of_a_gap",
+}  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward", ["fused", "split"])
-@pytest.mark.parametrize("case", CASES + LONG + WIDE + [EVERY_FEATURE], ids=lambda case: f"{case.name}-{case.q_len}")
+@pytest.mark.parametrize(
+    "case", CASES + LONG + OTHERS_BOUNDED + WIDE + [EVERY_FEATURE], ids=lambda case: f"{case.name}-{case.q_len}"
+)
 def test_triton(case, backward, dtype, rng):
     attend = through_implementation(case, TritonTuning(backward))
     if case.name in TRITON_REFUSES:
@@ -552,6 +557,44 @@ def test_triton(case, backward, dtype, rng):
 def test_triton_interpreted(case, backward, rng):
     tuning = dataclasses.replace(INTERPRETED_TRITON, backward=backward)
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.float16)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed: it is for Linux alone")
+@by_name("backward", ["fused", "split"])
+@by_name("case", BOUNDED)
+def test_triton_interpreted_within_bounds(case, backward, rng):
+    tiles = TritonTiles(32, 32)
+    tuning = TritonTuning(backward, forward=tiles, key_value=tiles, query=TritonTiles(64, 32), interpret=True)
+    attend = through_implementation(case, tuning)
+    if case.name in TRITON_REFUSES:
+        with pytest.raises(ValueError, match="needs masks that allow each query one interval of keys"):
+            run_case(case, rng, attend, dtype=jnp.float16)
+    else:
+        run_case(case, rng, attend, dtype=jnp.float16)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed: it is for Linux alone")
+@by_name("backward", ["fused", "split"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(40, 2400), (2400, 40)], ids=["of keys", "of queries"])
+def test_triton_visits_no_tile_in_a_hole(q_len, kv_len, backward, rng):
+    """A row has FULL tiles before and after the hole, which is longer than the 128 tiles that a kernel looks at."""
+    case = Case("hole", batch=1, q_len=q_len, kv_len=kv_len, num_heads=1, num_kv_heads=1)
+    (query, key, value, _), _, (d_output, _) = case.inputs(rng, jnp.float16)
+    index = np.arange(2400)
+    in_hole = (index >= 64) & (index < 2240)
+    bounds = {"q_end" if kv_len > q_len else "k_end": jnp.asarray(np.where(in_hole, 0, 40))}
+
+    def run(implementation, filling, dtype):
+        def filled(x):
+            return jnp.where(in_hole[:, None, None], filling, x) if x.shape[1] == len(index) else x
+
+        attend = functools.partial(dot_product_attention, bounds=Bounds(**bounds), implementation=implementation)
+        output, vjp = jax.vjp(attend, *(filled(x).astype(dtype) for x in (query, key, value)))
+        return output, vjp(filled(d_output).astype(dtype))
+
+    actual = run(dataclasses.replace(INTERPRETED_TRITON, backward=backward), jnp.nan, jnp.float16)
+    assert_close(actual, run("reference", 0, jnp.float32), jnp.float16)
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from kernels import (
     MultiHeadMask,
     NumpyMask,
     PrefixMask,
+    ScheduledWindow,
     TileKind,
     count_allowed_pairs,
     make_block_plan,
@@ -24,6 +25,8 @@ from kernels import (
 from kernels.masks import require_mask
 from kernels.masks.drawing import block_map
 from tests.kernels.mask_strategies import any_masks, interval_masks
+
+GROWING = ScheduledWindow(2, 8, 10)
 
 DEFINITIONS = [
     (FullMask(), lambda q, kv: True),
@@ -132,6 +135,18 @@ def test_translation_invariance(mask, expected):
     assert mask.translation_invariant is expected
 
 
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+def test_a_scheduled_window_grows_in_whole_tokens_and_stops(xp):
+    window = ScheduledWindow(3, 8_000_000, 100_001)
+    for step in (0, 1, 2, 3, 50_001, 100_000, 100_001, 2**31 - 1):
+        width = window.width(xp.int32(step))
+        exact = 3 + min(max(step - 1, 0), 100_000) * 7_999_997 / 100_000
+        assert (width.dtype, width == pytest.approx(exact, rel=1e-6, abs=0.5)) == (np.int32, True)
+    assert (window.width(1), window.width(100_001)) == (3, 8_000_000)
+    assert (CausalMask() & (window & FullMask())).scheduled_window == window
+    assert CausalMask().scheduled_window is None
+
+
 def test_a_mask_has_no_truth_value():
     with pytest.raises(TypeError, match="use & instead of and"):
         bool(CausalMask() and LocalMask(1, 1))
@@ -174,6 +189,14 @@ def test_a_mask_has_no_truth_value():
         (lambda: parse_mask("LocalMask(3 & 1, 1)"), "cannot read '3' in a mask"),
         (lambda: NumpyMask(np.zeros((0, 3), bool)), "with an element at least, got bool of shape \\(0, 3\\)"),
         (lambda: MultiHeadMask(CausalMask()), "takes a list with one mask per head, got CausalMask"),
+        (lambda: ScheduledWindow(0, 8, 10), "ScheduledWindow.start=0 must be at least 1"),
+        (lambda: ScheduledWindow(9, 8, 10), "start=9 is more than stop=8; windows grow"),
+        (lambda: ScheduledWindow(1, 2**24, 10), "stop=16777216 must be at most 8388608"),
+        (lambda: ScheduledWindow(4, 8, 1), "num_steps=1 must be at least 2"),
+        (lambda: (CausalMask() | GROWING).scheduled_window, "combines with other masks by & alone"),
+        (lambda: (CausalMask() & ~GROWING).scheduled_window, "combines with other masks by & alone"),
+        (lambda: (GROWING & ScheduledWindow(1, 2, 3)).scheduled_window, "and with no other one"),
+        (lambda: MultiHeadMask([GROWING, CausalMask()]).scheduled_window, "combines with other masks by & alone"),
         (lambda: make_block_plan(None, 8, 8, 4, 4), "mask must be a kernels.Mask"),
         (lambda: count_allowed_pairs(None, 8, 8), "mask must be a kernels.Mask"),
         (lambda: block_map(CausalMask(), 8, num_tiles=0), "num_tiles=0 must be at least 1"),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kernels import CausalMask, LocalMask, MultiHeadMask
+from kernels import CausalMask, LocalMask, MultiHeadMask, ScheduledWindow
 from layers import GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from layers.layer_config import LayerConfig
 
@@ -41,6 +41,14 @@ def test_default_is_gpt2_small_with_124m_parameters():
         ({"masks": ("CausalMask()",)}, r"model.masks holds 'CausalMask\(\)'; expected masks from kernels"),
         ({"masks": (MultiHeadMask([CausalMask()] * 3),)}, "MultiHeadMask for 3 heads, but num_heads=12"),
         ({"masks": (MultiHeadMask([CausalMask()] * 3), CausalMask())}, "MultiHeadMask for 3 heads, but num_heads=12"),
+        (
+            {"masks": (ScheduledWindow(1, 8, 10), ScheduledWindow(1, 9, 10))},
+            "model.masks holds ScheduledWindow.*stop=8.* and .*stop=9.*; give all layers one ScheduledWindow",
+        ),
+        (
+            {"masks": (CausalMask() | ScheduledWindow(1, 8, 10),)},
+            "a ScheduledWindow combines with other masks by &",
+        ),
         (
             {"implementation": "flash"},
             r"model.implementation='flash' is no backend of attention; expected one of .*blockwise.* or None",

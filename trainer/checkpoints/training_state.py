@@ -166,14 +166,20 @@ class Checkpoints:
         """The newest checkpoint that isn't known to be damaged."""
         return self._path(self._steps[-1]) if self._steps else None
 
-    def restore_newest(self, abstract_state_at: Callable[[int], Any]) -> Restored | None:
+    def restore_newest(
+        self,
+        abstract_state_at: Callable[[int], Any],
+        refuse: Callable[[Path, Metadata], None] = lambda path, metadata: None,
+    ) -> Restored | None:
         """Reads the newest checkpoint that is whole, or returns None if there has never been one.
 
         Args:
           abstract_state_at: the step of a checkpoint → the state's tree of `jax.ShapeDtypeStruct`s with shardings; the
             mesh may differ from the one saved on.
+          refuse: called before the state is read; raises if the run can't go on from this checkpoint.
 
         Raises:
+          Exception: what `refuse` raises.
           TrainingFailed: there are checkpoints, but all are damaged, or the newest whole one is of another form.
             Nothing is removed.
         """
@@ -183,6 +189,7 @@ class Checkpoints:
             reason = self._find_damage(path)
             if reason is None:
                 metadata = read_metadata(path)
+                refuse(path, metadata)
                 try:
                     state = self._orbax.restore(path / "state", abstract_state_at(step))
                 except Exception as error:

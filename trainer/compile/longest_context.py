@@ -22,7 +22,7 @@ _SHORTEST, _LONGEST = 128, 2**30
 
 
 @dataclass
-class Bounds:
+class LengthBounds:
     """Bounds of the longest context that fits."""
 
     tokens: int | None = None
@@ -63,9 +63,9 @@ class Bounds:
 class LongestContext:
     """The result of a search."""
 
-    as_is: Bounds
+    as_is: LengthBounds
     """With nothing but the length changed."""
-    changed: Bounds
+    changed: LengthBounds
     """With other changes, too, where a longer one then fits; otherwise the same."""
 
 
@@ -96,10 +96,10 @@ def search_longest_context(search: Search, profile: StepProfile) -> LongestConte
         kept = dataclasses.replace(kept, values=tuple(others))
         return found
 
-    as_is, changed = Bounds(), Bounds()
+    as_is, changed = LengthBounds(), LengthBounds()
     with contextlib.suppress(OutOfTime):
         as_is.narrow(lambda length: search.attempt(of_length(length)), own)
-        changed = Bounds(as_is.tokens, as_is.attempt)
+        changed = LengthBounds(as_is.tokens, as_is.attempt)
         if as_is.too_long is not None:
             changed.narrow(with_changes, own if as_is.tokens is None else as_is.too_long)
     return LongestContext(as_is, as_is if changed.tokens is None else changed)

@@ -44,7 +44,7 @@ def lower_steps(functions: StepFunctions) -> LoweredSteps:
     return LoweredSteps(
         functions,
         lower_in_stages(functions.train_step, state, functions.abstract_batch),
-        lower_in_stages(functions.eval_step, state.params, functions.abstract_eval_batch),
+        lower_in_stages(functions.eval_step, state.params, functions.abstract_eval_batch, state.step),
     )
 
 
@@ -89,6 +89,7 @@ def compile_steps(
             functions.eval_step,
             state.params,
             functions.abstract_eval_batch,
+            state.step,
             name="eval_step",
             on_recompile=on_recompile,
             lowering=None if lowered is None else lowered.eval_step,

@@ -242,11 +242,6 @@ class TrainConfig:
                 f"sequence_length={self.sequence_length} is not a multiple of mesh.context={self.mesh.context}; "
                 f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
             )
-        if self.data.source == "trees" and self.mesh.context > 1:
-            raise ValueError(
-                f"data.source='trees' has subtrees in whole sequences, which mesh.context={self.mesh.context} splits; "
-                "set mesh.context to 1"
-            )
         if self.init_from is None:
             self.check_model()
             self.in_phases()
@@ -346,6 +341,21 @@ class TrainConfig:
             raise ValueError(
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
+            )
+        if self.mesh.context > 1 and self.model.scheduled_window is not None:
+            raise ValueError(
+                f"model.masks holds {self.model.scheduled_window!r}, which training narrows by bounds, and "
+                f"mesh.context={self.mesh.context} refuses bounds; set mesh.context to 1, or use LocalMask"
+            )
+        if self.data.source == "trees" and self.mesh.context > 1:
+            raise ValueError(
+                f"data.source='trees' has subtrees in whole sequences, which mesh.context={self.mesh.context} splits; "
+                "set mesh.context to 1"
+            )
+        if self.data.source == "trees" and self.model.scheduled_window is not None:
+            raise ValueError(
+                f"model.masks holds {self.model.scheduled_window!r}, which counts tokens of the sequence, and "
+                "data.source='trees' has other branches between those of a branch; use LocalMask"
             )
         if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(

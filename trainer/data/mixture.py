@@ -31,7 +31,7 @@ from jaxtyping import Bool, Float64, Int64
 from trainer.config import SourceConfig
 from trainer.data.documents import splitmix64
 from trainer.data.packing import Piece
-from trainer.errors import DataError, TrainingFailed
+from trainer.errors import DataError, DataUsedUpError
 
 LENGTHS = (0, 1024, 4096, 16_384, 65_536, 262_144)
 """The least tokens of the documents that are counted together."""
@@ -156,7 +156,7 @@ class Mixture:
         """The pieces of the next sequence, of documents numbered through all sources.
 
         Raises:
-            TrainingFailed: every source has stopped.
+            DataUsedUpError: every source has stopped.
         """
         pieces: list[Piece] = []
         room = self._length
@@ -166,7 +166,7 @@ class Mixture:
             room -= length
         if not pieces:
             names = ", ".join(source.config.name for source in self._sources)
-            raise TrainingFailed(
+            raise DataUsedUpError(
                 f"all documents of data.sources ({names}) are used up after {self._num_sequences:,} sequences; resume "
                 "with when_exhausted='repeat' in one of them, or with more documents (--data.allow-changed True)"
             )

@@ -73,7 +73,7 @@ class MixtureSequences:
 
 
 class MixtureIterator(TrainIterator):
-    """Endless batches of a mixture's sequences; made by `make_batches`.
+    """Endless batches of a mixture's sequences; made by `make_train_iterator`.
 
     Its state holds the place in every source, those of earlier phases included. A state can be taken up under another
     sequence length, other weights and other sources: each source goes on where it was, with the pieces that are left of

@@ -18,7 +18,7 @@ _MAX_POSITION = 2**62
 
 
 class TrainIterator:
-    """Endless batches of training sequences, or one process's shares of them; made by `make_batches`.
+    """Endless batches of training sequences, or one process's shares of them; made by `make_train_iterator`.
 
     Batches are prepared ahead by threads, and `get_state` speaks of the batches handed out, not of those prepared.
 
@@ -191,12 +191,14 @@ class PackedIterator(TrainIterator):
                 if not allow_changed:
                     self._refuse_documents(theirs.get("corpus"))
             changed = changed or ["mixture"]
+            remedy = "; data.sources, of one source too, would go on with the documents that are left"
             num_epochs = position / num_sequences
             epoch = min(math.ceil(num_epochs), _MAX_POSITION // self.num_sequences)
             notes.append(
                 f"the sequences are other ones than before ({' and '.join(changed)} changed): the run has seen about "
                 f"{num_epochs:.2f} epochs of those before and begins epoch {epoch + 1} with the new ones, none left "
                 "out, so that what it has seen of an unfinished epoch comes again"
+                + (remedy if changed == ["sequence_length"] else "")
             )
             if "corpus" in changed:
                 notes.append(

@@ -57,9 +57,10 @@ class ValidationSet:
         Args:
             corpus: the corpus.
             sequence_length: T.
-            num_sequences: sequences in all; fewer where the validation documents don't fill as many.
+            num_sequences: sequences in all; fewer where the validation documents don't fill as many, and more where a
+                mixture has more sources.
             sources: of the mixture; others of the corpus aren't evaluated.
-            on_progress: called with a line if they don't.
+            on_progress: called with a line if their number is another.
         """
         sizes = [len(each.validation) for each in corpus.sources.values()] if sources else None
         sequences = pack(corpus.validation, sequence_length, sizes)
@@ -74,10 +75,16 @@ class ValidationSet:
             count = min(share, num_packed)
             # Packing puts the longest documents first, so the first sequences would not be typical.
             chosen.append(tuple(first + i * num_packed // count for i in range(count)))
-        if (num_chosen := sum(map(len, chosen))) != num_sequences:
+        num_chosen = sum(map(len, chosen))
+        if num_chosen < num_sequences:
             on_progress(
                 f"validation fills {num_chosen} of the {num_sequences} sequences of {sequence_length:,} tokens "
                 "that evaluation.num_sequences asks for"
+            )
+        elif num_chosen > num_sequences:
+            on_progress(
+                f"validation takes {num_chosen} sequences of {sequence_length:,} tokens, at least one of each source, "
+                f"though evaluation.num_sequences={num_sequences}"
             )
         names = [name for name, numbers in zip(corpus.sources, chosen, strict=True) for _ in numbers] if sources else []
         return cls(sequences, tuple(number for numbers in chosen for number in numbers), tuple(names))

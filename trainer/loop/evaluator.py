@@ -81,7 +81,7 @@ class Evaluator:
             return
         with self._account.measure("evaluation"), running("eval_step"):
             result = evaluate(
-                eval_step,
+                lambda params, batch: eval_step(params, batch, state.step),
                 state.params,
                 setup.validation_batches,
                 setup.validation_bytes,
@@ -124,7 +124,7 @@ def evaluate(
     """Evaluates parameters on batches. Every target has the same weight.
 
     Args:
-      eval_step: `StepFunctions.eval_step`, compiled or not.
+      eval_step: `StepFunctions.eval_step` at a step, compiled or not.
       params: the parameters.
       batches: on the devices, sharded as `eval_step` declares.
       num_bytes: of the text that all their targets stand for; None: unknown.

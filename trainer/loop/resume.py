@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.checkpoints.folder import Metadata
 from trainer.checkpoints.training_state import Checkpoints, Restored
+from trainer.config import TrainConfig
 from trainer.config.resume_changes import ConfigChange, ConfigHistory, refuse_other_phases, refuse_other_run
 from trainer.loop.setup import Setup
 from trainer.saved_run import held_history
@@ -32,14 +35,17 @@ def restore(checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir,
     """Reads the newest whole checkpoint, if there has ever been one, and tells on the console how the run goes on.
 
     Raises:
-      UserMistake, TrainingFailed: as `Checkpoints.restore_newest` and `go_on_from`.
+      UserMistake, TrainingFailed: as `Checkpoints.restore_newest`, `refuse_other_checkpoint` and `go_on_from`.
     """
     run = setups[0].run
 
     def phase_of(step: int) -> int:
         return run.phase_at(step).index
 
-    restored = checkpoints.restore_newest(lambda step: setups[phase_of(step)].functions.abstract_state)
+    restored = checkpoints.restore_newest(
+        lambda step: setups[phase_of(step)].functions.abstract_state,
+        lambda path, metadata: refuse_other_checkpoint(path, metadata, run),
+    )
     if restored is None:
         return Resumed(0, 0, None, ConfigHistory(run), None)
     setup = setups[phase_of(restored.step)]
@@ -55,6 +61,23 @@ def restore(checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir,
     return Resumed(restored.step, setup.phase.index, restored.state, history, origin)
 
 
+def refuse_other_checkpoint(path: Path, metadata: Metadata, run: TrainConfig) -> None:
+    """Refuses a checkpoint that a run can't go on from.
+
+    Args:
+      path: the checkpoint.
+      metadata: of the checkpoint.
+      run: the config of the steps to come.
+
+    Raises:
+      UserMistake: the checkpoint is of another run, or of other phases.
+      TrainingFailed: the checkpoint holds its config in an unknown form.
+    """
+    held = held_history(path, metadata.config_history).config
+    refuse_other_run(held, run, f"checkpoint {path}")
+    refuse_other_phases(held, run, metadata.step)
+
+
 def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:
     """Moves the data to a checkpoint's place, and compares the checkpoint's config with the run's.
 
@@ -67,12 +90,10 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
       The config with all its changes so far, and lines that tell what differs from now on.
 
     Raises:
-      UserMistake: the run can't go on with this config or this data.
+      UserMistake: the run can't go on with this data.
       TrainingFailed: the checkpoint holds its config in an unknown form.
     """
     before = held_history(restored.path, restored.config_history)
-    refuse_other_run(before.config, setup.run, f"checkpoint {restored.path}")
-    refuse_other_phases(before.config, setup.run, restored.step)
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
     history = before.resumed(restored.step, setup.run)
     new = history.changes[len(before.changes) :]

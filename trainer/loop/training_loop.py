@@ -15,7 +15,7 @@ from trainer.compile.out_of_memory import running
 from trainer.compile.persistent_cache import cache_folder
 from trainer.compile.programs import AheadOfTime, CompiledSteps, compile_steps
 from trainer.config.resume_changes import ConfigHistory, changes_to_json
-from trainer.errors import TrainingFailed
+from trainer.errors import DataUsedUpError, TrainingFailed
 from trainer.launch.process_exit import COMPLETED, PREEMPTED
 from trainer.launch.watchdog import Watchdog
 from trainer.loop.attempt import Attempt
@@ -145,8 +145,8 @@ class TrainingLoop:
                 with self.account.measure("data_wait"):
                     batch = next(self.setup.batches)
             except TrainingFailed as failure:  # the steps so far are saved before it ends the run
-                if self.peers.count > 1:  # the others make this step, so there is none at which all could save
-                    raise
+                if self.peers.count > 1 and not isinstance(failure, DataUsedUpError):
+                    raise  # the others make this step, so there is none at which all could save
                 self.data_failure = failure
                 break
             with self.account.measure("step"), running("train_step"), self.trace.around(progress.step + 1):
@@ -172,13 +172,14 @@ class TrainingLoop:
             self.length_evaluator.evaluate_if_due(self.setup, self.progress.step, self.state)
 
     def save_if_due(self) -> None:
-        """Saves every `checkpoint.every_num_steps` and at a phase's end, unless the last update was skipped.
+        """Saves at a phase's end, and every `checkpoint.every_num_steps` unless the last update was skipped.
 
-        Checkpoints of skipped updates could push out the last good one.
+        Checkpoints of skipped updates could push out the last good one. A border's is needed all the same: a stop
+        before the next phase's first save goes on from there.
         """
         if self.progress.step % self.config.checkpoint.every_num_steps and not self._is_at_border:
             return
-        if self.is_amid_skipped:
+        if self.is_amid_skipped and not self._is_at_border:
             self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
         else:
             self.saver.save(self.snapshot)

@@ -76,7 +76,7 @@ class RunningWindow:
           The last step that is known to be done; None: nothing was waited for.
         """
         self._metrics.append(metrics)
-        flops = self._setup.flops.of_documents(batch.document_lengths)
+        flops = self._setup.flops.of_documents(batch.document_lengths, self._first_step + len(self._metrics) - 1)
         self._flops = StepFlops(*map(sum, zip(self._flops, flops, strict=True)))
         if len(self._metrics) <= _MAX_STEPS_AHEAD:
             return None
@@ -148,6 +148,8 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int, phase: in
     values |= {name: float(value) for name, value in of_routers.items() if value is not None}
     if metrics.num_losses_recomputed is not None:
         values["num_losses_recomputed"] = int(metrics.num_losses_recomputed)
+    if metrics.window is not None:
+        values["window"] = int(metrics.window)
     if phase is not None:
         values["phase"] = phase
     recompile_s = compiles.recompile_seconds("train_step", step)

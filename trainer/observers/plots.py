@@ -54,20 +54,7 @@ def draw_losses(
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
     axes.axhline(unigram_nats_per_token, color="gray", linestyle=":", linewidth=1, label="unigram entropy")
     last_step = max(step for step, _ in training + validation)
-    for phase in phases[1:]:
-        if phase.first_step < last_step:
-            border = phase.first_step + 0.5  # behind the last point of the phase before
-            axes.axvline(border, color="gray", linewidth=0.8)
-            axes.annotate(
-                f"{phase.config.sequence_length:,}",
-                (border, 1.0),
-                xycoords=axes.get_xaxis_transform(),
-                xytext=(3, -4),
-                textcoords="offset points",
-                rotation="vertical",
-                verticalalignment="top",
-                fontsize="small",
-            )
+    _draw_borders(axes, phases, last_step, behind=0.5)  # behind the last point of the phase before
     axes.set_xlabel("step")
     axes.set_ylabel("nats per token")
     axes.set_title(title, parse_math=False)
@@ -77,11 +64,11 @@ def draw_losses(
     return True
 
 
-def draw_mixture(metrics: Path, picture: Path, *, title: str) -> bool:
+def draw_mixture(metrics: Path, picture: Path, *, title: str, phases: Sequence[RunPhase] = ()) -> bool:
     """Draws the shares of the tokens by source and by length of the documents, from `metrics.jsonl`.
 
     Args:
-      metrics, picture, title: as in `draw_losses`.
+      metrics, picture, title, phases: as in `draw_losses`.
 
     Returns:
       Whether a picture was drawn. That takes matplotlib and a run on a mixture.
@@ -107,6 +94,7 @@ def draw_mixture(metrics: Path, picture: Path, *, title: str) -> bool:
             top = [lower + (entry.get(name) or 0.0) for lower, entry in zip(below, entries, strict=True)]
             axes.stairs(top, edges, baseline=below, fill=True, label=name.removeprefix(prefix))
             below = top
+        _draw_borders(axes, phases, edges[-1])
         axes.set_xlabel("step")
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(0, 1)
@@ -115,6 +103,27 @@ def draw_mixture(metrics: Path, picture: Path, *, title: str) -> bool:
     figure.suptitle(title, parse_math=False)
     _write(figure, picture)
     return True
+
+
+def _draw_borders(axes: Any, phases: Sequence[RunPhase], last_step: float, behind: float = 0.0) -> None:
+    """Draws a line with its sequence length where each later phase begins, if it has begun by the last step.
+
+    `behind` moves the lines to the right, in steps.
+    """
+    for phase in phases[1:]:
+        if phase.first_step < last_step:
+            border = phase.first_step + behind
+            axes.axvline(border, color="gray", linewidth=0.8)
+            axes.annotate(
+                f"{phase.config.sequence_length:,}",
+                (border, 1.0),
+                xycoords=axes.get_xaxis_transform(),
+                xytext=(3, -4),
+                textcoords="offset points",
+                rotation="vertical",
+                verticalalignment="top",
+                fontsize="small",
+            )
 
 
 def _write(figure: Any, picture: Path) -> None:

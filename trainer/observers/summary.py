@@ -31,6 +31,7 @@ class Summary(Observer):
             self._print(event)
 
     def _print(self, ending: Ending) -> None:
+        title, phases = self._config.name, self._config.in_phases()
         workdir, evaluation, checkpoint = self._workdir, ending.evaluation, ending.checkpoint
         facts: dict[str, str | list[str]] = {}
         if evaluation is not None:
@@ -55,22 +56,22 @@ class Summary(Observer):
             workdir.loss_picture: lambda picture: draw_losses(
                 workdir.metrics,
                 picture,
-                title=self._config.name,
+                title=title,
                 unigram_nats_per_token=ending.unigram_nats_per_token,
-                phases=self._config.in_phases(),
+                phases=phases,
             ),
-            workdir.mixture_picture: lambda picture: draw_mixture(workdir.metrics, picture, title=self._config.name),
+            workdir.mixture_picture: lambda picture: draw_mixture(workdir.metrics, picture, title=title, phases=phases),
         }
         written += [picture for picture, draw in pictures.items() if self._draw(picture, draw)]
         facts["written"] = [f"{path}{'/' if path.is_dir() else ''}" for path in written]
         done = f"step {ending.step} of {self._config.num_steps}"
         if ending.status == "completed":
-            title = f"completed: {done}"
+            how = f"completed: {done}"
         elif checkpoint is not None:
-            title = f"stopped and saved at {done}; run the same command again to go on"
+            how = f"stopped and saved at {done}; run the same command again to go on"
         else:
-            title = f"stopped at {done}, with nothing to save yet; run the same command again"
-        self._console.closing(title, facts)
+            how = f"stopped at {done}, with nothing to save yet; run the same command again"
+        self._console.closing(how, facts)
 
     def _describe_goodput(self) -> dict[str, str]:
         account = self._record["goodput"]

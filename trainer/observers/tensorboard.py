@@ -51,6 +51,7 @@ _OF_TRAINING = (
     "num_targets",
     "num_skipped",
     "num_losses_recomputed",
+    "window",
 )
 _NUMBER = re.compile(r"tfevents\.(\d{10})(?!\d)")
 

@@ -19,6 +19,7 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.observer import (
     Ending,
     Evaluated,
+    EvaluatedAtLength,
     Event,
     LogEntry,
     LogWindow,
@@ -74,6 +75,8 @@ class WeightsAndBiases(Observer):
                     self._log(entry)
             case Evaluated():
                 self._log(event.entry)
+            case EvaluatedAtLength():
+                self._call(lambda run: self._log_at_length(run, event))
             case Saved(step, path):
                 self._summarise({"checkpoint": str(path), "checkpoint_step": step})
             case Ending():
@@ -117,6 +120,13 @@ class WeightsAndBiases(Observer):
     def _log(self, entry: LogEntry) -> None:
         values = curves_of(entry, self._sequence_lengths)
         self._call(lambda run: run.log(values, step=entry["step"]))
+
+    @staticmethod
+    def _log_at_length(run: Any, event: EvaluatedAtLength) -> None:
+        import wandb
+
+        pictures = {f"evaluation/{picture.stem}": wandb.Image(str(picture)) for picture in event.pictures}
+        run.log({**event.values, **pictures}, step=event.step)
 
     def _call(self, act: Callable[[Any], None]) -> None:
         """Does something with W&B's run while there is one. If that fails, there is none any more."""

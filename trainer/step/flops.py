@@ -7,6 +7,7 @@ don't count.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kernels import Mask, count_allowed_pairs
+from kernels import LocalMask, Mask, count_allowed_pairs
 from layers import GPTConfig
 
 # Dense bfloat16 FLOP/s of one JAX device, by device_kind. The first pattern that matches fully counts.
@@ -74,25 +75,26 @@ class FlopCounter:
         self._flops_per_pair: Counter[Mask] = Counter()
         for layer, num_layers in config.layer_counts.items():
             self._flops_per_pair[layer.mask] += 12 * num_layers * layer.head_dim
-        self._pairs_by_length = {
-            mask: np.full(sequence_length + 1, -1) if (table := _causal_pairs(mask, sequence_length)) is None else table
-            for mask in self._flops_per_pair
-        }
+        # Of the newest width alone, where a window has a schedule.
+        remember = functools.lru_cache(maxsize=len(self._flops_per_pair))
+        self._pairs_by_length = remember(functools.partial(_make_pairs_by_length, longest=sequence_length))
 
-    def __call__(self, segment_ids: Int[np.ndarray, "B T"]) -> StepFlops:
+    def __call__(self, segment_ids: Int[np.ndarray, "B T"], step: int = 1) -> StepFlops:
         """FLOPs of a step on this batch.
 
         Args:
           segment_ids: document of each token, 0 for padding; a document is one run of equal ids.
+          step: of the run, from 1. Scheduled windows have its width.
         """
-        return self.of_documents([_document_lengths(row) for row in segment_ids])
+        return self.of_documents([_document_lengths(row) for row in segment_ids], step)
 
-    def of_documents(self, lengths: Sequence[Int[np.ndarray, " D"]]) -> StepFlops:
+    def of_documents(self, lengths: Sequence[Int[np.ndarray, " D"]], step: int = 1) -> StepFlops:
         """FLOPs of a step on a batch of documents of these lengths.
 
         Args:
           lengths: of the documents of each sequence, in tokens. A negative one is taken off: tokens [a, b) of a branch
             of a tree cost what a document of b tokens costs, without one of a.
+          step: as for a call.
         """
         num_tokens = len(lengths) * self._sequence_length
         if not self._keep_documents_apart:
@@ -101,7 +103,7 @@ class FlopCounter:
         of_all, which = np.unique(np.abs(signed), return_inverse=True)
         counts = np.bincount(which, weights=np.sign(signed), minlength=len(of_all)).astype(np.int64)
         of_causal_pairs = sum(
-            flops * int(self._pairs(mask, of_all) @ counts) for mask, flops in self._flops_per_pair.items()
+            flops * int(self._pairs(mask, of_all, step) @ counts) for mask, flops in self._flops_per_pair.items()
         )
         all_pairs = self._num_heads * num_tokens * self._sequence_length
         return StepFlops(
@@ -109,10 +111,12 @@ class FlopCounter:
             num_tokens * self._flops_per_token + all_pairs * self._flops_per_pair.total(),
         )
 
-    def _pairs(self, mask: Mask, lengths: np.ndarray) -> np.ndarray:
+    def _pairs(self, mask: Mask, lengths: np.ndarray, step: int) -> np.ndarray:
         """Pairs allowed in one layer, over all its query heads, in documents of these lengths."""
         # A mask sees positions that count from 0 in each document, so the length alone decides.
-        table = self._pairs_by_length[mask]
+        if (window := mask.scheduled_window) is not None:
+            mask &= LocalMask(int(window.width(step)) - 1, 0)
+        table = self._pairs_by_length(mask)
         for length in lengths[table[lengths] < 0]:
             table[length] = count_allowed_pairs(mask, int(length), int(length))
         return table[lengths] * (self._num_heads if mask.num_heads is None else 1)
@@ -141,6 +145,12 @@ def _document_lengths(segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " D
     starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] + 1))
     lengths = np.diff(starts, append=segment_ids.size)
     return lengths[segment_ids[starts] != 0]
+
+
+def _make_pairs_by_length(mask: Mask, longest: int) -> np.ndarray:
+    """Pairs allowed in a document of each length 0..longest; −1: not counted yet."""
+    table = _causal_pairs(mask, longest)
+    return np.full(longest + 1, -1) if table is None else table
 
 
 def _causal_pairs(mask: Mask, longest: int) -> np.ndarray | None:

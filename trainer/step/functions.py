@@ -65,8 +65,8 @@ class StepFunctions:
     """Jitted: one update. Donates the state."""
     gradients: Callable[[Any, Batch], tuple[Any, LossSums]]
     """Jitted: (params, batch) → (gradient of the mean loss, sums). What `train_step` updates by."""
-    eval_step: Callable[[Any, Batch], tuple[Array, Array]]
-    """Jitted: (params, batch) → (sum of nats, number of targets)."""
+    eval_step: Callable[[Any, Batch, Any], tuple[Array, Array]]
+    """Jitted: (params, batch, steps behind them) → (sum of nats, number of targets)."""
     token_step: Callable[[Any, Batch], TokenLosses]
     """Jitted: (params, batch) → loss of each target, [B, T], whole on every device and in the batch's order."""
 
@@ -148,7 +148,9 @@ def make_step_functions(
             out_shardings=(shardings.params, of_scalar),
         ),
         eval_step=jax.jit(
-            functools.partial(eval_step, context), in_shardings=(shardings.params, of_batch), out_shardings=of_scalar
+            functools.partial(eval_step, context),
+            in_shardings=(shardings.params, of_batch, shardings.step),
+            out_shardings=of_scalar,
         ),
         token_step=jax.jit(
             functools.partial(token_step, context), in_shardings=(shardings.params, of_batch), out_shardings=of_scalar

@@ -2,7 +2,8 @@
 
 The model is split into its structure, in `StepContext`, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`.
+and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. The
+step adds the width of a scheduled window, [batch, 1].
 
 A batch of trees also has q_end, by which attention stays within branches, and weights, by which training multiplies the
 losses of targets. The loss is their sum over the number of targets whose weight isn't 0: weights of both signs may sum
@@ -27,7 +28,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Bounds
+from kernels import Bounds, window_bounds
 from kernels.loss.exp_logits import ExpLogits
 from layers import GPT
 from layers.gpt import GatherLayer
@@ -89,6 +90,8 @@ class StepMetrics(NamedTuple):
     """The same of their z-loss."""
     num_losses_recomputed: Int[Array, ""] | None = None
     """Devices' micro-batches whose `CrossEntropy.num_recomputed` is 1; None: all losses are computed from logits."""
+    window: Int[Array, ""] | None = None
+    """Tokens in the scheduled window; None: no mask has one."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,18 @@ class StepContext:
 
 def train_step(context: StepContext, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """One update of the state, unless it is skipped."""
-    grads, sums = mean_loss_gradient(context, state.params, batch)
+    grads, sums = mean_loss_gradient(context, state.params, with_window(context, batch, state.step + 1))
     return update(context, state, grads, sums)
 
 
-def eval_step(context: StepContext, params: Any, batch: Batch) -> tuple[Array, Array]:
-    """The sum of nats over all devices' targets, and the number of targets."""
+def eval_step(context: StepContext, params: Any, batch: Batch, step: Int[Array, ""]) -> tuple[Array, Array]:
+    """The sum of nats over all devices' targets, and the number of targets, after a step."""
     mapped = context.gather.map_devices(
         functools.partial(evaluate_on_device, context),
         in_specs=(context.specs_of_params, context.batch_sharding.spec),
         out_specs=P(),
     )
-    sums = mapped(params, batch)
+    sums = mapped(params, with_window(context, batch, step))
     return sums.nats, sums.num_targets
 
 
@@ -205,6 +208,15 @@ def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple
     return gather.reduce(grads), gather.sum(sums)
 
 
+def with_window(context: StepContext, batch: Batch, step: Int[Array, ""]) -> Batch:
+    """The batch, with the width that the scheduled window has at a step, if there is one."""
+    window = context.config.model.scheduled_window
+    if window is None:
+        return batch
+    # One for each sequence, so that it goes to devices and micro-batches as the tokens do.
+    return batch | {"window": jnp.full((len(batch["tokens"]), 1), window.width(step))}
+
+
 def training_loss(context: StepContext, params: Any, batch: Batch, gather_layer: GatherLayer | None = None) -> LossSums:
     """Sums over this device's tokens, with the routers' losses."""
     model, hidden, router = run_model(context, params, batch, gather_layer)
@@ -226,11 +238,23 @@ def run_model(
         batch["segment_ids"] if apart else None,
         batch["positions"] if apart else None,
         batch.get("token_order"),
-        bounds=Bounds(q_end=batch["q_end"]) if "q_end" in batch else None,
+        bounds=bounds_of(context, batch),
         counted=batch["target_mask"],
         gather_layer=gather_layer,
     )
     return model, hidden, router
+
+
+def bounds_of(context: StepContext, batch: Batch) -> Bounds | list[Bounds | None] | None:
+    """The bounds that keep trees' branches apart, or those that narrow scheduled windows to the batch's width."""
+    if "q_end" in batch:
+        return Bounds(q_end=batch["q_end"])
+    if "window" not in batch:
+        return None
+    model = context.config.model
+    bounds = window_bounds(batch["window"][:, 0] - 1, batch["tokens"].shape[1])
+    masks = (model.layer(index).mask for index in range(model.pattern_length))
+    return [None if mask.scheduled_window is None else bounds for mask in masks]
 
 
 def cross_entropy(
@@ -275,6 +299,7 @@ def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) 
         # A skipped update is a step, too.
         kept = kept._replace(step=updated.step, opt_state=schedule_at(kept.opt_state, updated.step), skipping=skipping)
         learning_rate = context.schedule(state.step)
+    window = context.config.model.scheduled_window
     metrics = StepMetrics(
         loss,
         z_loss,
@@ -287,6 +312,7 @@ def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) 
         load_balance,
         router_z,
         None if context.exp_logits is None else sums.num_recomputed,
+        None if window is None else window.width(updated.step),
     )
     return kept, metrics
 

@@ -28,7 +28,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
-from kernels.backends.mosaic_gpu.walk import tell_number, tells_numbers, told_number
+from kernels.backends.mosaic_gpu.walk import has_numbers, read_number, write_number
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper, add_product
 from kernels.hopper.memory import Pipeline, matrix
@@ -70,14 +70,14 @@ def dkv_by_gradient_scratch(
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
         lse_delta=plgpu.SMEM((2, num_stages, block_q), jnp.float32),
         p=matrix(_NUM_P_BUFFERS, WGMMA_ROWS, block_q, dtype=jnp.float32),
-        tokens=token_memory(call, "query", num_stages, block_q, numbered=tells_numbers(call, "query")),
+        tokens=token_memory(call, "query", num_stages, block_q, numbered=has_numbers(call, "query")),
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
     return smem, ByGradientBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
-        q=ring(num_copies=2 + num_token_arrays(call, "query") + tells_numbers(call, "query")),
+        q=ring(num_copies=2 + num_token_arrays(call, "query") + has_numbers(call, "query")),
         do=ring(num_copies=2),
         p=Pipeline.memory(_NUM_P_BUFFERS, num_consumers=1),
         done=plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
@@ -106,8 +106,8 @@ def _load(context: ByGradientContext) -> None:
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
         q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
-        if tells_numbers(context.call, "query"):
-            tell_number(smem.tokens, slot, number, q_full)
+        if has_numbers(context.call, "query"):
+            write_number(smem.tokens, slot, number, q_full)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
         plgpu.copy_gmem_to_smem(gmem.lse.at[block.batch, head, queries], smem.lse_delta.at[LSE, slot], q_full)
         gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, q_full)
@@ -141,8 +141,8 @@ def _compute_dv(context: ByGradientContext) -> None:
 
     def compute_p(s, step):
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
-        if tells_numbers(call, "query"):
-            number, rank = told_number(smem.tokens, slot), jax.lax.rem(step, context.tiles.num_tiles)
+        if has_numbers(call, "query"):
+            number, rank = read_number(smem.tokens, slot), jax.lax.rem(step, context.tiles.num_tiles)
         else:
             _, number, rank = context.query_tile(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)

@@ -26,7 +26,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
-from kernels.backends.mosaic_gpu.walk import tell_number, tells_numbers, told_number
+from kernels.backends.mosaic_gpu.walk import has_numbers, read_number, write_number
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper, add_product
 from kernels.hopper.memory import Pipeline, matrix
@@ -57,10 +57,10 @@ def dq_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hoppe
         lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
         k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
         v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
-        tokens=token_memory(call, "key_value", num_stages, block_kv, numbered=tells_numbers(call, "key_value")),
+        tokens=token_memory(call, "key_value", num_stages, block_kv, numbered=has_numbers(call, "key_value")),
         ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    num_copies = 1 + num_token_arrays(call, "key_value") + tells_numbers(call, "key_value")
+    num_copies = 1 + num_token_arrays(call, "key_value") + has_numbers(call, "key_value")
     return smem, DqBarriers(
         queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
         k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
@@ -89,8 +89,8 @@ def _load(context: DqContext) -> None:
         tile = pl.ds(number * tuning.block_kv_dq, tuning.block_kv_dq)
         slot = barriers.k.slot(step)
         barriers.k.producer_acquire(step, slot)
-        if tells_numbers(context.call, "key_value"):
-            tell_number(smem.tokens, slot, number, barriers.k.full.at[slot])
+        if has_numbers(context.call, "key_value"):
+            write_number(smem.tokens, slot, number, barriers.k.full.at[slot])
         barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
         gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
@@ -137,9 +137,9 @@ def _visit_tile(context: DqContext, mask: TileMask, kind_of, lse, delta, dq_acc,
     """Waits for a tile, adds its part to dQ unless it is EMPTY to these queries, and releases it."""
     barriers, tiles = context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
-    told = tells_numbers(context.call, "key_value")
+    is_numbered = has_numbers(context.call, "key_value")
     # Kinds of a warpgroup's own are of intervals, whose tiles all know.
-    kind = kind_of(None if told else tiles.tile(step), step < tiles.num_partial)
+    kind = kind_of(None if is_numbered else tiles.tile(step), step < tiles.num_partial)
 
     def pass_over():
         # A waiting thread must see each completion of a barrier.
@@ -167,8 +167,8 @@ def _add_tile(context: DqContext, mask: TileMask, kind, lse, delta, dq_acc, step
     def differentiate(s_acc, dp_acc):
         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        told = tells_numbers(context.call, "key_value")
-        number = told_number(smem.tokens, slot) if told else context.tiles.tile(step)
+        is_numbered = has_numbers(context.call, "key_value")
+        number = read_number(smem.tokens, slot) if is_numbered else context.tiles.tile(step)
         kv_first = number * context.tuning.block_kv_dq
         p, slope = mask.probabilities(s, lse, kind == TileKind.PARTIAL, kv_first, slot)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)

@@ -28,7 +28,7 @@ from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range
 from kernels.backends.mosaic_gpu.padding import pad_matrices, padded_head_dim
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, log2_scale, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
-from kernels.backends.mosaic_gpu.walk import tell_number, tells_numbers, told_number
+from kernels.backends.mosaic_gpu.walk import has_numbers, read_number, write_number
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.hopper.launch import Roles, launch
 from kernels.hopper.machine import Hopper, Output, machine_of
@@ -109,10 +109,10 @@ def forward_scratch(
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         o=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype) if has_output_memory else None,
         lse=plgpu.SMEM((num_consumers, WGMMA_ROWS), jnp.float32),
-        tokens=token_memory(call, "key_value", num_stages, block_kv, numbered=tells_numbers(call, "key_value")),
+        tokens=token_memory(call, "key_value", num_stages, block_kv, numbered=has_numbers(call, "key_value")),
         p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    num_copies = 1 + num_token_arrays(call, "key_value") + tells_numbers(call, "key_value")
+    num_copies = 1 + num_token_arrays(call, "key_value") + has_numbers(call, "key_value")
     return smem, ForwardBarriers(
         q=Pipeline(
             plgpu.Barrier(num_barriers=num_consumers),
@@ -207,8 +207,8 @@ def _load_block(context: ForwardContext, block: WorkBlock, tiles: BlockRange, nu
         number = tiles.tile(rank) if number is None else number
         tile = pl.ds(number * tuning.block_kv, tuning.block_kv)
         barriers.k.producer_acquire(step, slot)
-        if tells_numbers(context.call, "key_value"):
-            tell_number(smem.tokens, slot, number, barriers.k.full.at[slot])
+        if has_numbers(context.call, "key_value"):
+            write_number(smem.tokens, slot, number, barriers.k.full.at[slot])
         barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
         gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
@@ -351,8 +351,8 @@ def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial
 
 def _number(context: ForwardContext, rows: _QueryRows, rank, slot):
     """The number of a tile."""
-    told = tells_numbers(context.call, "key_value")
-    return told_number(context.smem.tokens, slot) if told else rows.tiles.tile(rank)
+    is_numbered = has_numbers(context.call, "key_value")
+    return read_number(context.smem.tokens, slot) if is_numbered else rows.tiles.tile(rank)
 
 
 def _first_tile(context: ForwardContext, rows: _QueryRows, query, s_acc):

@@ -312,8 +312,10 @@ def _wide_values(call: AttentionCall) -> int:
 
 def _nearest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: int = 0) -> TunedCall:
     """The next head dim from `at_least` on, if possible of the same family, and then of the nearest length."""
-    # Positions and bounds take as much shared memory as segment ids do, or more.
-    packed = call.has_segment_ids or call.has_positions or bool(call.bounds)
+    # Positions take as much shared memory as segment ids do.
+    packed = call.has_segment_ids or call.has_positions
+    # Rows with holes, too, are of unequal length. The backward's blocks of keys are as their static mask's.
+    packed |= table is FORWARD and bool(call.bounds)
     tuned_call = TunedCall.of(call.mask, call.q_len, (call.head_dim, call.value_dim), packed=packed)
     head_dim = max(tuned_call.head_dim, at_least)
     family = tuned_call.family

@@ -13,17 +13,17 @@ from kernels.backends.mosaic_gpu.tile_mask import Side, side_of
 from kernels.call import AttentionCall
 
 
-def tells_numbers(call: AttentionCall, streamed: Side) -> bool:
+def has_numbers(call: AttentionCall, streamed: Side) -> bool:
     """True if the tokens that go through a ring have bounds: consumers then learn a tile's number from the producer."""
     return any(side_of(name) == streamed for name in call.bounds)
 
 
-def tell_number(memory: Any, slot, number, full) -> None:
+def write_number(memory: Any, slot, number, full) -> None:
     """Producer: writes a tile's number to its stage. It arrives at the barrier `full`."""
     memory[memory.shape[0] - 1, slot, 0] = number
     plgpu.barrier_arrive(full)
 
 
-def told_number(memory: Any, slot) -> Any:
+def read_number(memory: Any, slot) -> Any:
     """Consumer: the number of a stage's tile."""
     return memory[memory.shape[0] - 1, slot, 0]

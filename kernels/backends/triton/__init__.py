@@ -1,7 +1,7 @@
 """NVIDIA GPUs of compute capability 8.0 and up: Triton kernels that visit the tiles of the block plan.
 
-Forward and backward skip what the mask and the documents exclude, and evaluate the mask in PARTIAL tiles only. 16-bit
-inputs, head dims up to 256, masks that allow each query one interval of keys.
+Forward and backward skip what the mask, the documents and the bounds exclude, and evaluate these in PARTIAL tiles only.
+16-bit inputs, head dims up to 256, masks that allow each query one interval of keys.
 """
 
 from __future__ import annotations

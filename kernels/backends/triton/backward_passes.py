@@ -13,6 +13,8 @@ Source: FlashAttention-2 (arXiv:2307.08691).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -27,8 +29,11 @@ from kernels.backends.triton.tiles import (
     layout_of,
     load_intervals,
     load_key_positions,
+    load_queries,
     load_rows,
     load_tokens,
+    may_attend,
+    next_run,
     partial_tile,
     read_row,
     store_rows,
@@ -79,12 +84,14 @@ def run_backward(
 
 @triton.jit
 def _key_value_kernel(
-    query, key, value, d_output, lse, delta, bounds, intervals, key_positions, query_ids, key_ids,
+    query, key, value, d_output, lse, delta, bounds, intervals, key_tokens, query_ids, key_ids,
     d_key, d_value, d_query,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_key_at: tl.constexpr, d_value_at: tl.constexpr, d_query_at: tl.constexpr,
     scale: tl.constexpr, fused: tl.constexpr,
     bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
+    has_columns: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
@@ -98,21 +105,109 @@ def _key_value_kernel(
     v = load_rows(
         head_start(value, value_at, batch, kv_head), begin, kv_len, value_at[2], value_dim, block_kv, block_v, inside
     )
-    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
-    position = load_key_positions(key_positions + batch * kv_len, begin, kv_len, block_kv, has_positions)[:, None]
-    if has_ids:
-        own_ids = load_tokens(key_ids + batch * kv_len, begin, kv_len, block_kv, 0)[:, None]
+    bounds += batch * bounds_stride
+    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
+    own_tokens = _load_keys(
+        key_tokens, key_ids, batch, begin, kv_len, block_kv, has_positions, has_ids, has_q_start, has_q_end
+    )
 
     dk = tl.zeros((block_kv, block_h), tl.float32)
     dv = tl.zeros((block_kv, block_v), tl.float32)
+    if has_columns:
+        tile, stop = row_start, full_stop + num_partial - num_before
+        while tile < stop:
+            run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
+            dk, dv = _add_query_run(
+                dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head,
+                *run, query_at, d_output_at, d_query_at, fused, interval_stride, has_k_start, has_k_end,
+                to_cap, to_log2, group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
+            )  # fmt: skip
+            tile = run[4]
+    else:
+        dk, dv = _add_query_run(
+            dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head,
+            num_partial, num_before, row_start, full_start, full_stop,
+            query_at, d_output_at, d_query_at, fused, interval_stride, has_k_start, has_k_end, to_cap, to_log2,
+            group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
+        )  # fmt: skip
+
+    d_keys, d_values = head_start(d_key, d_key_at, batch, kv_head), head_start(d_value, d_value_at, batch, kv_head)
+    store_rows(d_keys, begin, dk * scale, kv_len, d_key_at[2], head_dim, block_kv, block_h)
+    store_rows(d_values, begin, dv, kv_len, d_value_at[2], value_dim, block_kv, block_v)
+
+
+class _KeyTokens(NamedTuple):
+    """The numbers that say which queries may attend to a block's keys; None for those that the call doesn't have."""
+
+    position: tl.tensor
+    ids: tl.tensor
+    q_start: tl.tensor
+    q_end: tl.tensor
+    index: tl.tensor
+
+
+@triton.jit
+def _load_keys(
+    key_tokens, key_ids, batch, begin, kv_len: tl.constexpr, block_kv: tl.constexpr, has_positions: tl.constexpr,
+    has_ids: tl.constexpr, has_q_start: tl.constexpr, has_q_end: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the keys from `begin` on."""
+    key_tokens += batch * (kv_len * (has_positions + has_q_start + has_q_end))
+    position = load_key_positions(key_tokens, begin, kv_len, block_kv, has_positions)[:, None]
+    own_ids, q_start, q_end = None, None, None
+    if has_ids:
+        own_ids = load_tokens(key_ids + batch * kv_len, begin, kv_len, block_kv, 0)[:, None]
+    bounds = key_tokens + has_positions * kv_len
+    if has_q_start:
+        q_start = load_tokens(bounds, begin, kv_len, block_kv, 0)
+    if has_q_end:
+        q_end = load_tokens(bounds + has_q_start * kv_len, begin, kv_len, block_kv, 0)
+    return _KeyTokens(position, own_ids, q_start, q_end, begin + tl.arange(0, block_kv))
+
+
+@triton.jit
+def _may_be_attended(
+    keys, intervals, query_ids, at, q_len: tl.constexpr, block_q: tl.constexpr, has_k_start: tl.constexpr,
+    has_k_end: tl.constexpr,
+):  # fmt: skip
+    """The pairs of a block's keys and the queries from `at` on that mask, documents and bounds allow."""
+    row_first, row_last = load_intervals(intervals, at, q_len, block_q)
+    allowed = (row_first[None, :] <= keys.position) & (keys.position <= row_last[None, :])
+    if keys.ids is not None:
+        allowed &= load_tokens(query_ids, at, q_len, block_q, 0)[None, :] == keys.ids
+    bounds = intervals + 2 * q_len
+    if has_k_start:
+        allowed &= load_tokens(bounds, at, q_len, block_q, 0)[None, :] <= keys.index[:, None]
+    if has_k_end:
+        k_end = load_tokens(bounds + has_k_start * q_len, at, q_len, block_q, 0)[None, :]
+        allowed &= keys.index[:, None] < k_end
+    index = (at + tl.arange(0, block_q))[None, :]
+    if keys.q_start is not None:
+        allowed &= keys.q_start[:, None] <= index
+    if keys.q_end is not None:
+        allowed &= index < keys.q_end[:, None]
+    return allowed
+
+
+@triton.jit
+def _add_query_run(
+    dk, dv, k, v, query, d_output, d_query, lse, delta, own_tokens, intervals, query_ids, batch, kv_head,
+    num_partial, num_before, start, full_start, full_stop,
+    query_at: tl.constexpr, d_output_at: tl.constexpr, d_query_at: tl.constexpr,
+    fused: tl.constexpr, interval_stride: tl.constexpr, has_k_start: tl.constexpr,
+    has_k_end: tl.constexpr,     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
+    q_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Adds a row's PARTIAL tiles of all heads of a group, then its FULL ones."""
     # One loop over the tiles of all heads, not one in another, which would take more registers.
     for step in range(group_size * num_partial):
         member, rank = _head_and_rank(step, num_partial, group_size)
-        at = partial_tile(rank, num_before, row_start, full_stop) * block_q
-        row_first, row_last = load_intervals(intervals + batch * interval_stride, at, q_len, block_q)
-        allowed = (row_first[None, :] <= position) & (position <= row_last[None, :])
-        if has_ids:
-            allowed &= load_tokens(query_ids + batch * q_len, at, q_len, block_q, 0)[None, :] == own_ids
+        at = partial_tile(rank, num_before, start, full_stop) * block_q
+        allowed = _may_be_attended(
+            own_tokens, intervals + batch * interval_stride, query_ids + batch * q_len, at, q_len, block_q, has_k_start,
+            has_k_end,
+        )  # fmt: skip
         dk, dv = _add_query_tile(
             dk, dv, k, v, query, d_output, d_query, lse, delta, batch, kv_head * group_size + member, at, allowed, True,
             query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
@@ -127,10 +222,7 @@ def _key_value_kernel(
             query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
             group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
         )  # fmt: skip
-
-    d_keys, d_values = head_start(d_key, d_key_at, batch, kv_head), head_start(d_value, d_value_at, batch, kv_head)
-    store_rows(d_keys, begin, dk * scale, kv_len, d_key_at[2], head_dim, block_kv, block_h)
-    store_rows(d_values, begin, dv, kv_len, d_value_at[2], value_dim, block_kv, block_v)
+    return dk, dv
 
 
 @triton.jit
@@ -188,11 +280,13 @@ def _load_lse(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
 
 @triton.jit
 def _query_kernel(
-    query, key, value, d_output, lse, delta, bounds, intervals, key_positions, query_ids, key_ids,
+    query, key, value, d_output, lse, delta, bounds, intervals, key_tokens, query_ids, key_ids,
     d_query,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_query_at: tl.constexpr, scale: tl.constexpr,
     bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
+    has_columns: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
@@ -209,27 +303,59 @@ def _query_kernel(
     row_lse = _load_lse(lse + rows, begin, q_len, block_q)[:, None]
     row_delta = load_tokens(delta + rows, begin, q_len, block_q, 0.0)[:, None]
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
-    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
-    if has_ids:
-        row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
+    bounds += batch * bounds_stride
+    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
+    row_tokens = load_queries(
+        row_first, row_last, intervals, query_ids, batch, begin, interval_stride, q_len, block_q, has_ids,
+        has_k_start, has_k_end,
+    )  # fmt: skip
 
     dq = tl.zeros((block_q, block_h), tl.float32)
+    if has_columns:
+        tile, stop = row_start, full_stop + num_partial - num_before
+        while tile < stop:
+            run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
+            dq = _add_key_run(
+                dq, q, do, keys, values, row_lse, row_delta, row_tokens, key_tokens, key_ids, batch, *run,
+                key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
+                kv_len, head_dim, value_dim, block_kv, block_h, block_v,
+            )  # fmt: skip
+            tile = run[4]
+    else:
+        dq = _add_key_run(
+            dq, q, do, keys, values, row_lse, row_delta, row_tokens, key_tokens, key_ids, batch,
+            num_partial, num_before, row_start, full_start, full_stop,
+            key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
+            kv_len, head_dim, value_dim, block_kv, block_h, block_v,
+        )  # fmt: skip
+
+    d_queries = head_start(d_query, d_query_at, batch, head)
+    store_rows(d_queries, begin, dq * scale, q_len, d_query_at[2], head_dim, block_q, block_h)
+
+
+@triton.jit
+def _add_key_run(
+    dq, q, do, keys, values, row_lse, row_delta, row_tokens, key_tokens, key_ids, batch,
+    num_partial, num_before, start, full_start, full_stop,
+    key_at: tl.constexpr, value_at: tl.constexpr, has_positions: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr,
+    kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Adds a row's PARTIAL tiles, then its FULL ones."""
     for rank in range(num_partial):
-        at = partial_tile(rank, num_before, row_start, full_stop) * block_kv
+        at = partial_tile(rank, num_before, start, full_stop) * block_kv
         k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
         v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
-        position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
-        allowed = (row_first[:, None] <= position) & (position <= row_last[:, None])
-        if has_ids:
-            allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
+        allowed = may_attend(
+            row_tokens, key_tokens, key_ids, batch, at, kv_len, block_kv, has_positions, has_q_start, has_q_end
+        )
         dq = _add_key_tile(dq, q, do, k, v, row_lse, row_delta, allowed, True, to_cap, to_log2)
     for tile in range(full_start, full_stop):
         k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
         v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
         dq = _add_key_tile(dq, q, do, k, v, row_lse, row_delta, True, False, to_cap, to_log2)
-
-    d_queries = head_start(d_query, d_query_at, batch, head)
-    store_rows(d_queries, begin, dq * scale, q_len, d_query_at[2], head_dim, block_q, block_h)
+    return dq
 
 
 @triton.jit

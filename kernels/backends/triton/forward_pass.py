@@ -19,9 +19,10 @@ from kernels.backends.triton.tiles import (
     launch_pass,
     layout_of,
     load_intervals,
-    load_key_positions,
+    load_queries,
     load_rows,
-    load_tokens,
+    may_attend,
+    next_run,
     partial_tile,
     read_row,
     store_rows,
@@ -57,11 +58,13 @@ def run_forward(
 
 @triton.jit
 def _forward_kernel(
-    query, key, value, sinks, bounds, intervals, key_positions, query_ids, key_ids,
+    query, key, value, sinks, bounds, intervals, key_tokens, query_ids, key_ids,
     output, lse,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, output_at: tl.constexpr,
     has_sinks: tl.constexpr,
     bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
+    has_columns: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
@@ -72,7 +75,8 @@ def _forward_kernel(
     keys, values = head_start(key, key_at, batch, kv_head), head_start(value, value_at, batch, kv_head)
     queries = head_start(query, query_at, batch, head)
     q = load_rows(queries, begin, q_len, query_at[2], head_dim, block_q, block_h, q_len % block_q == 0)
-    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
+    bounds += batch * bounds_stride
+    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
 
     acc = tl.zeros((block_q, block_v), tl.float32)
     row_sum = tl.zeros((block_q,), tl.float32)
@@ -80,22 +84,27 @@ def _forward_kernel(
     row_max = tl.full((block_q,), -1e30, tl.float32)
 
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
-    if has_ids:
-        row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
-    for rank in range(num_partial):
-        at = partial_tile(rank, num_before, row_start, full_stop) * block_kv
-        k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
-        v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
-        position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
-        allowed = (row_first[:, None] <= position) & (position <= row_last[:, None])
-        if has_ids:
-            allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
-        logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
-        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
-    for tile in range(full_start, full_stop):
-        k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
-        v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
-        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
+    row_tokens = load_queries(
+        row_first, row_last, intervals, query_ids, batch, begin, interval_stride, q_len, block_q, has_ids,
+        has_k_start, has_k_end,
+    )  # fmt: skip
+    if has_columns:
+        tile, stop = row_start, full_stop + num_partial - num_before
+        while tile < stop:
+            run = next_run(bounds + 4 * tl.num_programs(0), row, tile, full_start, full_stop, stop)
+            acc, row_sum, row_max = _add_run(
+                acc, row_sum, row_max, q, keys, values, row_tokens, key_tokens, key_ids, batch, *run,
+                key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
+                kv_len, head_dim, value_dim, block_kv, block_h, block_v,
+            )  # fmt: skip
+            tile = run[4]
+    else:
+        acc, row_sum, row_max = _add_run(
+            acc, row_sum, row_max, q, keys, values, row_tokens, key_tokens, key_ids, batch,
+            num_partial, num_before, row_start, full_start, full_stop,
+            key_at, value_at, has_positions, has_q_start, has_q_end, to_cap, to_log2,
+            kv_len, head_dim, value_dim, block_kv, block_h, block_v,
+        )  # fmt: skip
 
     # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
     attends = row_sum != 0
@@ -111,3 +120,29 @@ def _forward_kernel(
     index = begin + tl.arange(0, block_q)
     row_lse = tl.where(attends, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len + index, row_lse, mask=index < q_len)
+
+
+@triton.jit
+def _add_run(
+    acc, row_sum, row_max, q, keys, values, row_tokens, key_tokens, key_ids, batch,
+    num_partial, num_before, start, full_start, full_stop,
+    key_at: tl.constexpr, value_at: tl.constexpr, has_positions: tl.constexpr,
+    has_q_start: tl.constexpr, has_q_end: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr,
+    kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Adds a row's PARTIAL tiles, then its FULL ones."""
+    for rank in range(num_partial):
+        at = partial_tile(rank, num_before, start, full_stop) * block_kv
+        k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
+        v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
+        allowed = may_attend(
+            row_tokens, key_tokens, key_ids, batch, at, kv_len, block_kv, has_positions, has_q_start, has_q_end
+        )
+        logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
+    for tile in range(full_start, full_stop):
+        k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
+        v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
+    return acc, row_sum, row_max

@@ -19,7 +19,7 @@ _MAX_HEAD_DIM = 256
 def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) -> str | None:
     """Why the kernels can't serve the call, or None if they can."""
     interpreted = tuning is not None and tuning.interpret
-    reason = "has no bounds" if call.bounds else reason_in_call(call, interpreted=interpreted)
+    reason = reason_in_call(call, interpreted=interpreted)
     if reason is not None or interpreted or tuning is None:
         return reason
     return shared_memory_excess(call, tuning)

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from kernels.backends.triton.key_intervals import make_key_intervals
+from kernels.backends.triton.key_intervals import make_key_intervals, remaining_bounds
 from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.masks.bounds import OF_KEYS, OF_QUERIES
 from kernels.masks.intervals import array_namespace
 from kernels.plan import make_rows
 
@@ -140,28 +141,42 @@ def launch_pass(
     """Runs a kernel: one program for each head's query tiles, or if transposed for each head's key/value tiles.
 
     After matrices and vectors the kernel reads the bounds of each program's tiles `[W, R, 4]`, the queries' intervals
-    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. Its
-    further constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become
-    logits: these are capped after `to_cap`, if there is a cap, and `to_log2` converts them to units of log₂.
+    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. What a
+    call's bounds add follows in the same arrays, so that calls without bounds keep their kernels: columns after rows,
+    the queries' bounds after their intervals, and the keys' bounds after their positions. The kernel's further
+    constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become logits:
+    these are capped after `to_cap`, if there is a cap, and `to_log2` converts them to units of log₂.
     """
-    bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
-    first, last, key_positions = make_key_intervals(inputs, call)
-    intervals = jnp.asarray(array_namespace(first, last).stack([first, last], axis=1))
-    plan = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
+    rows = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True)
+    bounds, num_rows = rows.bounds, rows.num_rows
+    if rows.columns is not None:
+        bounds = jnp.concatenate([jnp.broadcast_to(bounds, (call.batch, num_rows, 4)), rows.columns], axis=1)
+    first, last, key_tokens = make_key_intervals(inputs, call)
+    remaining = remaining_bounds(call)
+    of_queries, of_keys = (
+        [getattr(inputs.bounds, name) for name in names if name in remaining] for names in (OF_QUERIES, OF_KEYS)
+    )
+    xp = array_namespace(first, last, *of_queries)
+    intervals = jnp.asarray(xp.stack(xp.broadcast_arrays(first, last, *of_queries), axis=1))
+    if of_keys:
+        key_tokens = jnp.stack([*([] if key_tokens is None else [key_tokens]), *of_keys], axis=1)
+    plan = (bounds, intervals, key_tokens, inputs.query_segment_ids, inputs.key_value_segment_ids)
     absent = jnp.zeros(1, jnp.int32)
     cap = call.logits_soft_cap
     return launch(
         kernel,
         (*(x.array for x in matrices.values()), *vectors, *(absent if x is None else x for x in plan)),
         outputs,
-        grid=(bounds.shape[1], call.num_kv_heads if transposed else call.num_heads, call.batch),
+        grid=(num_rows, call.num_kv_heads if transposed else call.num_heads, call.batch),
         constants={
             **{f"{name}_at": operand.layout for name, operand in matrices.items()},
             **constants,
             "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
-            "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
+            "interval_stride": intervals.shape[1] * call.q_len if len(intervals) > 1 else 0,
             "has_positions": call.has_positions,
             "has_ids": call.has_segment_ids,
+            "has_columns": rows.columns is not None,
+            **{f"has_{name}": name in remaining for name in OF_QUERIES + OF_KEYS},
             "to_cap": None if cap is None else call.scale / cap,
             "to_log2": _LOG2_E * (call.scale if cap is None else cap),
             "group_size": call.group_size,
@@ -238,12 +253,86 @@ def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, h
         return first + tl.arange(0, size)
 
 
+class QueryTokens(NamedTuple):
+    """The numbers that say which keys a block's queries may attend to; None for those that the call doesn't have."""
+
+    first: tl.tensor
+    last: tl.tensor
+    ids: tl.tensor
+    k_start: tl.tensor
+    k_end: tl.tensor
+    index: tl.tensor
+
+
+@triton.jit
+def load_queries(
+    row_first, row_last, intervals, ids, batch, begin, interval_stride: tl.constexpr, q_len: tl.constexpr,
+    block_q: tl.constexpr, has_ids: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
+):  # fmt: skip
+    """The tokens of the queries from `begin` on, whose intervals are loaded."""
+    row_ids, k_start, k_end = None, None, None
+    if has_ids:
+        row_ids = load_tokens(ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
+    bounds = intervals + batch * interval_stride + 2 * q_len
+    if has_k_start:
+        k_start = load_tokens(bounds, begin, q_len, block_q, 0)
+    if has_k_end:
+        k_end = load_tokens(bounds + has_k_start * q_len, begin, q_len, block_q, 0)
+    return QueryTokens(row_first, row_last, row_ids, k_start, k_end, begin + tl.arange(0, block_q))
+
+
+@triton.jit
+def may_attend(
+    queries, key_tokens, key_ids, batch, at, kv_len: tl.constexpr, block_kv: tl.constexpr,
+    has_positions: tl.constexpr, has_q_start: tl.constexpr, has_q_end: tl.constexpr,
+):  # fmt: skip
+    """The pairs of a block's queries and the keys from `at` on that mask, documents and bounds allow."""
+    key_tokens += batch * (kv_len * (has_positions + has_q_start + has_q_end))
+    position = load_key_positions(key_tokens, at, kv_len, block_kv, has_positions)[None, :]
+    allowed = (queries.first[:, None] <= position) & (position <= queries.last[:, None])
+    if queries.ids is not None:
+        allowed &= queries.ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
+    index = (at + tl.arange(0, block_kv))[None, :]
+    if queries.k_start is not None:
+        allowed &= queries.k_start[:, None] <= index
+    if queries.k_end is not None:
+        allowed &= index < queries.k_end[:, None]
+    bounds = key_tokens + has_positions * kv_len
+    if has_q_start:
+        allowed &= load_tokens(bounds, at, kv_len, block_kv, 0)[None, :] <= queries.index[:, None]
+    if has_q_end:
+        q_end = load_tokens(bounds + has_q_start * kv_len, at, kv_len, block_kv, 0)[None, :]
+        allowed &= queries.index[:, None] < q_end
+    return allowed
+
+
 @triton.jit
 def read_row(bounds, row):
     """(Number of PARTIAL tiles, of those before the FULL ones, start, full_start, full_stop) of a query tile."""
     start, full_start = tl.load(bounds + 4 * row), tl.load(bounds + 4 * row + 1)
     full_stop, stop = tl.load(bounds + 4 * row + 2), tl.load(bounds + 4 * row + 3)
     return full_start - start + stop - full_stop, full_start - start, start, full_start, full_stop
+
+
+@triton.jit
+def next_run(columns, row, tile, full_start, full_stop, stop):
+    """The first run of PARTIAL or of FULL tiles of a row's `tile:stop`, in the form of `read_row`.
+
+    The last number is the tile to go on from. One call reads the columns of 128 tiles: it cuts a longer run, and finds
+    none where all are EMPTY. The loops over a run's tiles have no branch, so that their loads stay in flight.
+    """
+    column = tile + tl.arange(0, 128)
+    at, is_met = columns + 4 * column, column < stop
+    first, first_full = tl.load(at, mask=is_met, other=0), tl.load(at + 1, mask=is_met, other=0)
+    stop_full, stop_met = tl.load(at + 2, mask=is_met, other=0), tl.load(at + 3, mask=is_met, other=0)
+    is_met &= (first <= row) & (row < stop_met)
+    is_full = is_met & (first_full <= row) & (row < stop_full) & (full_start <= column) & (column < full_stop)
+    stop = tl.minimum(stop, tile + 128)
+    begin, begin_full = tl.min(tl.where(is_met, column, stop)), tl.min(tl.where(is_full, column, stop))
+    goes_on = tl.where(begin == begin_full, is_full, is_met & (is_full == 0))
+    stop = tl.min(tl.where((column > begin) & (goes_on == 0), column, stop))
+    num_partial = tl.where(begin == begin_full, 0, stop - begin)
+    return num_partial, num_partial, begin, begin + num_partial, stop
 
 
 @triton.jit

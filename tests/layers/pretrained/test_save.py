@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from kernels import CausalMask, ChunkedCausalMask, LocalMask
+from kernels import CausalMask, ChunkedCausalMask, LocalMask, ScheduledWindow
 from layers import GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from layers.pretrained import config_from_huggingface, read_params, save, write_huggingface
 from layers.pretrained.folder import read_config
@@ -45,7 +45,8 @@ def test_the_family_is_found_by_what_the_model_computes(model_type):
 
 
 def test_equal_masks_are_equal_however_they_are_written():
-    for mask in (LocalMask(7, 0), LocalMask(7, 0) & CausalMask(), CausalMask() & LocalMask(7, None)):
+    widest = ScheduledWindow(2, 8, 10)
+    for mask in (LocalMask(7, 0), LocalMask(7, 0) & CausalMask(), CausalMask() & LocalMask(7, None), widest):
         assert family_of(dataclasses.replace(LLAMA, masks=(mask,)))[1]["sliding_window"] == 8
 
 

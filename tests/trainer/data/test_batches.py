@@ -121,6 +121,7 @@ def test_sequences_of_another_length_begin_an_epoch(make_iterator):
     assert f"(sequence_length changed): the run has seen about {seen:.2f} epochs of those before and begins" in note
     epoch = 3 if seen > 1 else 2
     assert f"begins epoch {epoch} with the new ones" in note
+    assert note.endswith("comes again; data.sources, of one source too, would go on with the documents that are left")
     fresh = make_iterator(sequence_length=32, batch_size=1)
     epochs = [_rows(_take(fresh, fresh.num_sequences)) for _ in range(epoch)]
     assert _rows(_take(changed, changed.num_sequences)) == epochs[-1], "every new sequence comes once"
@@ -135,6 +136,7 @@ def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corp
     notes = iterator.set_state(state, allow_changed=True)
     assert len(notes) == 2
     assert "(corpus changed): the run has seen about 0.00 epochs" in notes[0]
+    assert "data.sources" not in notes[0], "no mixture would know its place in other documents"
     assert "the validation documents may be other ones" in notes[1]
     again = make_iterator(grown)
     assert again.set_state(iterator.get_state()) == [], "the new documents are the run's own from then on"

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import LengthWeight, SourceConfig
 from trainer.data import DataError, PackedSequences, ValidationSet, load_corpus
-from trainer.data.batches import make_mixture_iterator, make_train_iterator
+from trainer.data.batches import make_train_iterator
 from trainer.data.validation_set import divide
 from trainer.errors import TrainingFailed
 
@@ -60,7 +60,7 @@ def make(load, sources):
         if corpus is None:
             corpus = corpora.setdefault(sources, None) or corpora.update({sources: load(sources)}) or corpora[sources]
         options = {"sequence_length": T, "batch_size": 4, "seed": 7, "num_prefetch_batches": 3, **options}
-        iterators.append(make_mixture_iterator(corpus, sources=sources, **options))
+        iterators.append(make_train_iterator(corpus, sources=sources, **options))
         return iterators[-1]
 
     yield make
@@ -278,7 +278,9 @@ def test_validation_measures_each_source_by_its_share(load, sources):
     assert chosen.count_bytes(corpus.tokenizer) > 0
     few = ValidationSet.choose(corpus, sequence_length=16, num_sequences=1, sources=sources, on_progress=said.append)
     assert few.sources == ("a", "b", "c")
-    assert said == ["validation fills 3 of the 1 sequences of 16 tokens that evaluation.num_sequences asks for"]
+    assert said == [
+        "validation takes 3 sequences of 16 tokens, at least one of each source, though evaluation.num_sequences=1"
+    ]
     without_c = ValidationSet.choose(corpus, sequence_length=16, num_sequences=4, sources=sources[:2])
     assert set(without_c.sources) == {"a", "b"}
 

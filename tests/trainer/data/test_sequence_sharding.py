@@ -171,7 +171,8 @@ def test_sharded_batches_over_eight_devices_have_the_loss_of_one_device(tmp_path
         setup.batches.close()
         assert ("token_order" in training[0]) == (sequence_sharding is not None)
         each = (setup.validation_batches, training)
-        return [evaluate(setup.functions.eval_step, placed, batches, None) for batches in each]
+        eval_step = setup.functions.eval_step
+        return [evaluate(lambda *given: eval_step(*given, 0), placed, batches, None) for batches in each]
 
     whole = evaluate_on(MeshConfig())
     for mesh, sequence_sharding in (

@@ -188,6 +188,27 @@ def test_a_bug_in_one_process_has_its_traceback_and_ends_both(start_two, tmp_pat
 
 
 @pytest.mark.full
+def test_two_processes_whose_mixture_ends_save_the_last_step(trainer_command, start_two, tmp_path):
+    page = tmp_path / "page.py"
+    page.write_text(
+        "import dataclasses\n"
+        "from trainer.config import SourceConfig\n"
+        "from trainer.config.file import load_config\n\n\n"
+        "def get_config():\n"
+        f"    config = load_config({str(trainer_command.config)!r})\n"
+        "    sources = (SourceConfig('only', config.data.files, when_exhausted='stop'),)\n"
+        "    data = dataclasses.replace(config.data, source='stdlib', files=(), sources=sources)\n"
+        "    return dataclasses.replace(config, data=data)\n"
+    )
+    own = ("--config", page, "--mesh.data", 8, "--num-steps", 5000, "--checkpoint.every-num-steps", 5000)
+    pair = start_two("--workdir", tmp_path / "run", *own, "--evaluation.every-num-steps", 5000)
+    outcomes = [process.communicate(timeout=200) for process in pair]
+    assert [process.returncode for process in pair] == [1, 1], outcomes
+    assert "all documents of data.sources (only) are used up after" in outcomes[0][1]
+    assert saved_steps(tmp_path / "run") == [last_step(tmp_path / "run")]
+
+
+@pytest.mark.full
 def test_one_process_exports_what_two_have_saved(start_two, tmp_path):
     workdir, output = tmp_path / "run", tmp_path / "exported"
     own = ("--num-steps", 4, "--model.mlp", "swiglu")  # the last of --num-steps counts

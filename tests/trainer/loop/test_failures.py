@@ -19,12 +19,12 @@ import pytest
 
 import trainer.train
 from kernels import SplashTuning
-from tests.trainer.loop.steps import end_well, record_of, saved, skip_updates, warnings_of
+from tests.trainer.loop.steps import EndlessBatches, end_well, record_of, saved, skip_updates, warnings_of
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_saved_config
-from trainer.errors import TrainingFailed, UserMistake
+from trainer.errors import DataUsedUpError, TrainingFailed, UserMistake
 from trainer.observers.observer import Advanced
 from trainer.train import prepare, take_steps
 from trainer.train import train as run_training
@@ -476,3 +476,32 @@ def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, w
     loop.close()
     close()
     assert ("warning", "saving checkpoint 20 failed") in watched_console.told
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "failure", "expected"),
+    [
+        (1, TrainingFailed("the data can't be read"), ["4"]),
+        (1, DataUsedUpError("all documents are used up"), ["4"]),
+        (2, DataUsedUpError("all documents are used up"), ["4"]),
+        (2, TrainingFailed("the data can't be read"), []),  # the other process may be able to read them
+    ],
+)
+def test_steps_before_the_end_of_the_data_are_saved_where_every_process_ends_there(
+    make_loop, num_processes, failure, expected
+):
+    loop = make_loop()
+    batches = [next(loop.setup.batches)] * 4
+
+    class Ending(EndlessBatches):
+        def __next__(self):
+            if not batches:
+                raise failure
+            return batches.pop()
+
+    loop.setup.batches = Ending()
+    loop.peers = SimpleNamespace(count=num_processes)
+    with pytest.raises(TrainingFailed, match=str(failure)):
+        take_steps(loop)
+    loop.close()
+    assert saved(loop) == expected

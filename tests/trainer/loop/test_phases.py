@@ -147,11 +147,13 @@ def test_a_stop_in_a_phases_last_step_leaves_its_evaluation_to_the_resumption(ph
     assert read_metrics(workdir.path) == read_metrics(finished)
 
 
-def test_two_phases_are_two_runs_joined_by_init_from(base, tmp_path):
+def test_two_phases_are_two_runs_joined_by_init_from(base, tmp_path, capsys):
     first = dataclasses.replace(base, num_steps=3)
     changes = {"sequence_length": 64, "batch_size": 2, "optimizer": OWN_SCHEDULE}
     phases = (Phase(num_steps=3), Phase(**changes, masks=(CausalMask(),), rope_base=5e4))
     whole = run(dataclasses.replace(base, optimizer=first.optimizer, phases=phases), tmp_path / "whole")
+    told = [line for line in capsys.readouterr().out.splitlines() if "(sequence_length changed)" in line]
+    assert len(told) == 1, "the border tells that an epoch begins"
     begun = run(first, tmp_path / "first")
     model = dataclasses.replace(base.model, masks=(CausalMask(),), rope_base=5e4)
     second = dataclasses.replace(
@@ -273,6 +275,15 @@ def test_phases_that_are_made_stay(phased):
         refuse_other_phases(phased, with_phases(dataclasses.replace(first, num_steps=1), second, last), 4)
     with pytest.raises(UserMistake, match=r"phases\[1\] ends after step 3, and the checkpoint of step 4"):
         refuse_other_phases(phased, with_phases(first, dataclasses.replace(second, num_steps=1), last), 4)
+
+
+def test_another_phase_is_refused_before_the_state_is_read(phased, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", lambda *_: pytest.fail("the state is read"))
+    path = Path(shutil.copytree(finished, tmp_path / "run"))
+    last = dataclasses.replace(phased.phases[-1], masks=(WINDOW, CausalMask()))
+    other = dataclasses.replace(phased, phases=(*phased.phases[:-1], last))
+    with pytest.raises(UserMistake, match=r"model\.masks: .* in phases\[2\] of the checkpoint"):
+        train(other, claim_workdir(path, other), command=["test"], started=time.perf_counter())
 
 
 def test_a_step_of_a_phase_is_the_step_of_a_run_without(phased):

@@ -20,7 +20,7 @@ from trainer.config.file import config_to_json, load_config
 from trainer.config.resume_changes import ConfigHistory
 from trainer.data import TrainIterator, load_corpus, make_train_iterator
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.loop.resume import go_on_from
+from trainer.loop.resume import go_on_from, refuse_other_checkpoint
 from trainer.loop.window import RunningWindow
 from trainer.observers.observer import VALIDATION_LOSS
 from trainer.saved_run import open_saved_run
@@ -224,11 +224,12 @@ def test_files_that_were_added_are_refused_or_begun_with_an_epoch(config, place,
     assert grown.get_state()["position"] == grown.num_sequences, "the second epoch of the new ones"
 
 
-def test_another_model_in_the_checkpoint_than_in_the_config_is_refused(config, place):
+def test_another_model_in_the_checkpoint_than_in_the_config_is_refused(config, finished):
+    checkpoint = finished / "checkpoints" / "4"
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, mlp_width=128))
     told = r"^checkpoint (\S*/checkpoints/4) is of another config:\n  model\.mlp_width: 64 in"
     with pytest.raises(UserMistake, match=told):
-        place(other)
+        refuse_other_checkpoint(checkpoint, read_metadata(checkpoint), other)
 
 
 def test_a_config_that_cannot_be_written_stops_nothing(config, place, monkeypatch):

@@ -46,6 +46,20 @@ def test_a_stop_amid_skipped_updates_saves_them(make_loop):
     assert saved(loop) == ["8"]
 
 
+@pytest.mark.parametrize("last_step", [20, 30])
+def test_the_end_of_a_phase_is_saved_though_its_update_was_skipped(make_loop, last_step):
+    """A stop before the next phase's first save goes on from there. Every twentieth step is saved otherwise."""
+    loop = make_loop()
+    loop.setup.phase = dataclasses.replace(loop.setup.phase, last_step=last_step)
+    loop.setups = [loop.setup, loop.setup]
+    skip_updates(loop, [20, 30])
+    while loop.progress.step < last_step:
+        loop.run_window()
+        loop.save_if_due()
+    loop.close()
+    assert saved(loop) == [str(last_step)]
+
+
 @pytest.mark.parametrize(("limit", "step"), [(1, 5), (3, 12)])
 def test_too_many_skipped_updates_in_a_row_end_the_run_with_the_last_good_checkpoint(make_loop, config, limit, step):
     """However few: a window ends before the run does, and is logged. Nothing is saved of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import importlib.util
 import time
@@ -14,12 +15,26 @@ from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.config import TrainConfig, WandbConfig
 from trainer.errors import UserMistake
-from trainer.observers.observer import Ending, Evaluated, Evaluation, LogWindow, Saved, Start, make_entry
+from trainer.observers.observer import (
+    Ending,
+    Evaluated,
+    EvaluatedAtLength,
+    Evaluation,
+    LogWindow,
+    Saved,
+    Start,
+    make_entry,
+)
 from trainer.observers.wandb import WeightsAndBiases
 from trainer.terminal.console import Console
 from trainer.train import prepare
 
 CONFIG = TrainConfig(name="tiny", model=GPTConfig(), num_steps=200, wandb=WandbConfig("a-project", "offline"))
+
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+)
+"""A PNG of one pixel."""
 
 
 def make_window(first_step: int, *losses: float, **values: int) -> LogWindow:
@@ -51,14 +66,20 @@ def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
     loss = make_entry(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
     loss |= {"validation_digest": "5eed"}
     observer.observe(Evaluated(3, Evaluation(2.6875, None, 10), loss))
+    heat_map = tmp_path / "retrieval.png"
+    heat_map.write_bytes(PICTURE)
+    observer.observe(EvaluatedAtLength(3, "a table", {"retrieval/niah_single/4096": 0.8125}, [heat_map]))
     observer.observe(Saved(3, tmp_path / "checkpoints" / "3"))
     observer.observe(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))
     observer.close()
     names = {b"loss", b"validation_nats_per_token", b"compile/train_step", b"checkpoint_step", b"phase/sequence_length"}
-    values = {b"3.125", b"3.0625", b"2.6875", b"131072", b"60", b"completed", b"a-project"}
+    names |= {b"retrieval/niah_single/4096", b"evaluation/retrieval"}
+    values = {b"0.8125", b"3.125", b"3.0625", b"2.6875", b"131072", b"60", b"completed", b"a-project"}
     logged = read_logged(tmp_path, names | values)
     assert b"NaN" not in logged
     assert b"5eed" not in logged, "no curve"
+    [kept] = (tmp_path / "wandb").glob("offline-run-*/files/media/images/evaluation/*.png")
+    assert kept.read_bytes() == PICTURE
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask
+from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, ScheduledWindow
 from layers import GPT, GPTConfig, LayerOverride, MoEConfig
 from trainer.step.flops import FlopCounter, num_matmul_parameters, peak_flops_per_s
 from trainer.step.sharding import path_name
@@ -67,6 +67,14 @@ def test_matches_a_dense_count(rng, masks):
     expected = 6 * num_matmul_parameters(config) * np.sum(segment_ids != 0) + 12 * 8 * pairs
     assert counter(segment_ids).causal == expected
     assert counter(segment_ids).causal == expected  # again, from what it remembers
+
+
+def test_a_scheduled_window_counts_by_its_width(rng):
+    segment_ids, others = random_segment_ids(rng), (CausalMask(), CausalMask() | PrefixMask(9))
+    counter = FlopCounter(dataclasses.replace(CONFIG, masks=(ScheduledWindow(2, 20, 5), *others)), segment_ids.shape[1])
+    for step, width in ((1, 2), (3, 11), (7, 20)):
+        static = dataclasses.replace(CONFIG, masks=(LocalMask(width - 1, 0), *others))
+        assert counter(segment_ids, step) == FlopCounter(static, segment_ids.shape[1])(segment_ids)
 
 
 def test_noncausal_ignores_masks_documents_and_padding(rng):

@@ -43,7 +43,8 @@ def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_mod
     for batch in batches:
         state, metrics = functions.train_step(state, put(batch, functions.mesh))
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
-    evaluation = [float(x) for x in functions.eval_step(state.params, put(batches[0], functions.mesh))]
+    sums = functions.eval_step(state.params, put(batches[0], functions.mesh), state.step)
+    evaluation = [float(x) for x in sums]
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == functions.state_shardings
     return Trained(functions, init.as_text(), initial, losses, evaluation, state)
 

@@ -121,12 +121,12 @@ def test_documents_are_kept_apart_unless_the_config_says_otherwise(rng, initial_
     together = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, keep_documents_apart=False))
     both = (make_step_functions(config, make_mesh(MeshConfig())) for config in (CONFIG, together))
     apart_step, together_step = (functions.eval_step for functions in both)
-    nats, _ = together_step(initial_state.params, batch)
-    np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document)[0], rtol=1e-6)
+    nats, _ = together_step(initial_state.params, batch, 0)
+    np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document, 0)[0], rtol=1e-6)
 
     def nats_of_rows(batch):
         masks = (batch["target_mask"] & (jnp.arange(BATCH_SIZE)[:, None] == row) for row in range(BATCH_SIZE))
-        return np.array([apart_step(initial_state.params, batch | {"target_mask": mask})[0] for mask in masks])
+        return np.array([apart_step(initial_state.params, batch | {"target_mask": mask}, 0)[0] for mask in masks])
 
     # Each row by itself: in the sum of all, differences may cancel.
     assert np.abs(nats_of_rows(one_document) - nats_of_rows(batch)).max() > 1e-3
@@ -241,7 +241,7 @@ def test_the_state_is_donated(rng, initial_state, train_step):
 
 def test_evaluation_is_the_loss_without_z(rng, functions, initial_state):
     batch = make_batch(rng)
-    nats, num_targets = functions.eval_step(initial_state.params, batch)
+    nats, num_targets = functions.eval_step(initial_state.params, batch, 0)
     np.testing.assert_allclose(nats, dense_loss(functions, initial_state.params, batch)[0], rtol=1e-5)
     assert num_targets == batch["target_mask"].sum()
 

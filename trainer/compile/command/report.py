@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainer.compile.fit_search import Search, Try
-from trainer.compile.longest_context import Bounds, LongestContext
+from trainer.compile.longest_context import LengthBounds, LongestContext
 from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
@@ -131,7 +131,7 @@ def describe_longest_context(search: Search, longest: LongestContext, seconds: f
     return lines if search.is_complete else [*lines, _out_of_time(seconds)]
 
 
-def _describe_bounds(bounds: Bounds) -> str:
+def _describe_bounds(bounds: LengthBounds) -> str:
     too_long = f" ({bounds.too_long:,} don't fit)" if bounds.too_long is not None else ""
     return ("none" if bounds.tokens is None else f"{bounds.tokens:,} tokens") + too_long
 
