@@ -72,6 +72,11 @@ class Documents:
         return self.table["length"] + (sum(token is not None for token in self.delimiters) - 1)
 
     @property
+    def longest(self) -> int:
+        """Targets that follow each other in the longest document."""
+        return int(self.num_targets.max(initial=0))
+
+    @property
     def num_tokens(self) -> int:
         """Targets in all documents."""
         return int(self.num_targets.sum())

@@ -32,6 +32,21 @@ def pack(documents: Documents, sequence_length: int, group_sizes: Sequence[int] 
     return kind(documents, sequence_length, group_sizes)
 
 
+def check_branches(documents: Documents, sequence_length: int) -> None:
+    """Refuses trees of which a branch is longer than a sequence.
+
+    Raises:
+        DataError: there is one; names the longest.
+    """
+    if isinstance(documents, Trees) and documents.longest > sequence_length:
+        longest = documents.trees["longest_branch"]
+        raise DataError(
+            f"{documents.place_of(int(np.argmax(longest)))}: a branch has {documents.longest:,} tokens, more than "
+            f"sequence_length={sequence_length:,} ({(longest > sequence_length).sum():,} such trees); raise "
+            f"sequence_length to at least {documents.longest}, or shorten the prompt or the completion"
+        )
+
+
 class PackedTrees(PackedSequences):
     """Random access to the packed sequences of some trees.
 
@@ -89,14 +104,7 @@ class PackedTrees(PackedSequences):
 
     def _cut(self) -> Pieces:
         trees, length = self.documents.trees, self.sequence_length
-        longest = int(np.argmax(trees["longest_branch"]))
-        if (num_targets := int(trees["longest_branch"][longest])) > length:
-            num_longer = int((trees["longest_branch"] > length).sum())
-            raise DataError(
-                f"{self.documents.place_of(longest)}: a branch has {num_targets:,} tokens, more than "
-                f"sequence_length={length:,} ({num_longer:,} such trees); raise sequence_length to at least "
-                f"{num_targets}, or shorten the prompt or the completion"
-            )
+        check_branches(self.documents, length)
         parts: list[tuple[int, int, int]] = []
         self._stops: list[int] = []  # the branch behind each part's last
         num_targets_of = self.documents.num_targets

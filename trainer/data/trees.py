@@ -60,6 +60,10 @@ class Trees(Documents):
     nodes: np.ndarray
     files: tuple[Path, ...]
 
+    @property
+    def longest(self) -> int:
+        return int(self.trees["longest_branch"].max(initial=0))
+
     def select(self, chosen: Bool[np.ndarray, " D"]) -> Trees:
         return dataclasses.replace(self, table=self.table[chosen], trees=self.trees[chosen])
 

@@ -1,8 +1,11 @@
 """A run on trees says what sharing saves, compiles once, and goes on where it was."""
 
 import json
+import re
 
 import pytest
+
+import trainer.train
 
 
 @pytest.fixture
@@ -15,6 +18,15 @@ def arguments(tmp_path):
     (tmp_path / "trees.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ("--data.source", "trees", "--data.files", tmp_path / "trees.jsonl", "--evaluation.num-sequences", 2)
     return (*data, "--checkpoint.every-num-steps", 4, "--log-every-num-steps", 1)
+
+
+def test_a_branch_longer_than_a_sequence_is_refused_before_a_device_starts(
+    trainer_command, tmp_path, arguments, monkeypatch
+):
+    monkeypatch.setattr(trainer.train, "make_mesh", None)
+    finished = trainer_command.run(*arguments, "--workdir", tmp_path / "run", "--sequence-length", 128)
+    assert finished.status == 2
+    assert re.search(r"trees.jsonl:\d+: a branch has 165 tokens, more than .*=128 \(\d+ such trees\)", finished.errors)
 
 
 def test_a_run(trainer_command, read_run, tmp_path, arguments):
