@@ -31,7 +31,7 @@ _JSON_NAMES = {dict: "an object", list: "an array", float: "a number", bool: "a 
 _Parsed = TypeVar("_Parsed")
 
 
-class Line(NamedTuple):
+class LinePlace(NamedTuple):
     """The place of a line."""
 
     path: Path
@@ -90,7 +90,7 @@ def read_jsonl(path: Path, text_field: str) -> Iterator[bytes]:
     return read_lines(path, functools.partial(_text_of_line, text_field=text_field))
 
 
-def read_lines(path: Path, parse: Callable[[bytes, Line], _Parsed | None]) -> Iterator[_Parsed]:
+def read_lines(path: Path, parse: Callable[[bytes, LinePlace], _Parsed | None]) -> Iterator[_Parsed]:
     """What `parse` makes of each line of a file, compressed or not, where that isn't None."""
     offset = number = 0
     with open_content(path) as file:
@@ -101,7 +101,7 @@ def read_lines(path: Path, parse: Callable[[bytes, Line], _Parsed | None]) -> It
                     f"{path}:{number}: the line at offset {offset} has more than {_MAX_LINE_BYTES:,} bytes, the "
                     "most that one may have; is this one object to a line? Cut long documents"
                 )
-            parsed = parse(line, Line(path, number, offset))
+            parsed = parse(line, LinePlace(path, number, offset))
             offset += len(line)
             del line  # It may be large, and need not wait here until its text is tokenized.
             if parsed is not None:
@@ -135,7 +135,7 @@ def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
         raise DataError(f"{path}: not readable as Parquet after row {row}: {error}; write the file again") from error
 
 
-def object_of_line(line: bytes, where: Line) -> dict[str, Any] | None:
+def object_of_line(line: bytes, where: LinePlace) -> dict[str, Any] | None:
     """The JSON object of a line, its numbers as floats; None: the line is white space."""
     line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line or line.isspace():
@@ -173,7 +173,7 @@ def utf8_of_field(text: Any, field: str, place: object) -> bytes:
         ) from error
 
 
-def _text_of_line(line: bytes, where: Line, text_field: str) -> bytes | None:
+def _text_of_line(line: bytes, where: LinePlace, text_field: str) -> bytes | None:
     record = object_of_line(line, where)
     if record is None:
         return None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.data.readers import Line, json_name, names_of, object_of_line, read_lines, utf8_of_field
+from trainer.data.readers import LinePlace, json_name, names_of, object_of_line, read_lines, utf8_of_field
 from trainer.errors import DataError
 
 
@@ -36,8 +36,12 @@ class TextTree(NamedTuple):
 
     nodes: list[TextNode]
     """In depth-first order, the prompt first."""
-    line: int
-    """Number of its line in the file."""
+    line: LinePlace
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all texts."""
+        return sum(len(node.text) for node in self.nodes)
 
 
 def read_trees(path: Path) -> Iterator[TextTree]:
@@ -49,7 +53,7 @@ def read_trees(path: Path) -> Iterator[TextTree]:
     return read_lines(path, _tree_of_line)
 
 
-def _tree_of_line(line: bytes, where: Line) -> TextTree | None:
+def _tree_of_line(line: bytes, where: LinePlace) -> TextTree | None:
     record = object_of_line(line, where)
     if record is None:
         return None
@@ -59,7 +63,7 @@ def _tree_of_line(line: bytes, where: Line) -> TextTree | None:
             'they continue, "" for none, or drop the tree'
         )
     nodes: list[TextNode] = []
-    # Behind each other, not by recursion, which Python bounds.
+    # One after another, not by recursion, whose depth Python bounds.
     waiting: list[tuple[Any, int, str]] = [(record, -1, "")]
     while waiting:
         node, parent, name = waiting.pop()
@@ -79,7 +83,7 @@ def _tree_of_line(line: bytes, where: Line) -> TextTree | None:
         ]
         if not name and not completions:
             raise DataError(f"{place}: no completions of its prompt; give one at least, or drop the tree")
-    return TextTree(nodes, where.number)
+    return TextTree(nodes, where)
 
 
 def _weight(node: dict[str, Any], is_completion: bool, place: str) -> float:

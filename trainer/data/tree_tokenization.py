@@ -56,25 +56,24 @@ def tokenize_trees(
 
 
 def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
-    digest, num_tokens, reported = hashlib.sha256(), 0, time.monotonic()
-    tables: list[tuple[int, ...]] = []
+    digest, num_tokens, num_nodes, reported = hashlib.sha256(), 0, 0, time.monotonic()
+    number_of = {path: number for number, path in enumerate(files)}
+    documents: list[tuple[int, ...]] = []
     trees: list[tuple[int, ...]] = []
     nodes: list[np.ndarray] = []
     with (folder / "tokens.bin").open("wb") as file:
-        for chunk in chunks(_trees_of(files), lambda each: sum(len(node.text) for node in each[0].nodes)):
-            for (text, file_number), encoded in zip(chunk, _encode(chunk, tokenizer), strict=True):
-                tokens, of_tree = _lay_out(text, encoded, tokenizer, f"{files[file_number]}:{text.line}")
+        for chunk in chunks(_trees_of(files), lambda tree: tree.num_bytes):
+            for tree, encoded in zip(chunk, _encode(chunk, tokenizer), strict=True):
+                tokens, of_tree = _lay_out(tree, encoded, tokenizer)
                 file.write(tokens.data)
                 digest.update(tokens.data)
-                branches = (of_tree["position"] + of_tree["stop"] - of_tree["first"] - 1)[are_leaves(of_tree)]
-                num_bytes = sum(len(node.text) for node in text.nodes)
                 # By the prompt, so that trees of one prompt land on the same side of the split.
-                tables.append((0, num_tokens, len(tokens), num_bytes, document_hash(text.nodes[0].text)))
-                first_node = trees[-1][2] + trees[-1][3] if trees else 0
+                documents.append((0, num_tokens, len(tokens), tree.num_bytes, document_hash(tree.nodes[0].text)))
+                branches = (of_tree["position"] + of_tree["stop"] - of_tree["first"] - 1)[are_leaves(of_tree)]
                 counts = len(of_tree), len(branches), branches.sum(), branches.max()
-                trees.append((file_number, text.line, first_node, *counts))
+                trees.append((number_of[tree.line.path], tree.line.number, num_nodes, *counts))
                 nodes.append(of_tree)
-                num_tokens += len(tokens)
+                num_tokens, num_nodes = num_tokens + len(tokens), num_nodes + len(of_tree)
             if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 on_progress(f"tokenized {len(trees):,} trees, {num_tokens:,} tokens")
@@ -82,62 +81,59 @@ def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_p
     if not all_nodes["weight"].any():
         raise DataError(f"{files[0]}: every token in {count_noun(files, 'file')} has weight 0; give one a weight")
     digest.update(all_nodes.tobytes())
-    np.save(folder / "documents.npy", np.array(tables, DOCUMENT_DTYPE))
+    np.save(folder / "documents.npy", np.array(documents, DOCUMENT_DTYPE))
     np.save(folder / "trees.npy", np.array(trees, TREE_DTYPE))
     np.save(folder / "nodes.npy", all_nodes)
     on_progress(f"tokenized {len(trees):,} trees, {num_tokens:,} tokens: done")
     return {"digest": digest.hexdigest()}
 
 
-def _trees_of(files: Sequence[Path]) -> Iterator[tuple[TextTree, int]]:
-    for number, path in enumerate(files):
+def _trees_of(files: Sequence[Path]) -> Iterator[TextTree]:
+    for path in files:
         num_trees = 0
         for tree in read_trees(path):
             num_trees += 1
-            yield tree, number
+            yield tree
         if not num_trees:
             raise DataError(f"{path} holds no trees; remove it or leave it out of data.files")
 
 
-def _encode(chunk: Sequence[tuple[TextTree, int]], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
+def _encode(chunk: Sequence[TextTree], tokenizer: Tokenizer) -> Iterator[list[np.ndarray]]:
     """For each tree: the tokens of each node's text."""
-    encoded = iter(tokenizer.encode_documents([node.text for tree, _ in chunk for node in tree.nodes]))
-    for tree, _ in chunk:
+    encoded = iter(tokenizer.encode_documents([node.text for tree in chunk for node in tree.nodes]))
+    for tree in chunk:
         yield [next(encoded) for _ in tree.nodes]
 
 
-def _lay_out(
-    tree: TextTree, encoded: Sequence[np.ndarray], tokenizer: Tokenizer, place: str
-) -> tuple[np.ndarray, np.ndarray]:
+def _lay_out(tree: TextTree, encoded: Sequence[np.ndarray], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """A tree's tokens in depth-first order, with delimiters, and the records of its nodes that have tokens."""
     begin, end = (np.array([] if token is None else [token], encoded[0].dtype) for token in tokenizer.delimiters)
     is_parent = {node.parent for node in tree.nodes}
     parts: list[np.ndarray] = []
-    records: list[tuple[Any, ...]] = []
-    # The record of each node, or of the nearest before it in its branches where it has no token.
+    records: list[tuple[float, ...]] = []
+    # Of each node: its record, or that of the nearest before it in its branches where it has no token; and the tokens
+    # of its branches up to its end.
     record_of: list[int] = []
+    length_to: list[int] = []
     first = 0
     for number, (node, tokens) in enumerate(zip(tree.nodes, encoded, strict=True)):
-        tokens = np.concatenate([begin, tokens] if number == 0 else [tokens])
-        if number not in is_parent:
-            tokens = np.concatenate([tokens, end])
-        if number == 0 and not len(tokens):
+        is_prompt = node.parent < 0
+        tokens = np.concatenate([*([begin] if is_prompt else []), tokens, *([] if number in is_parent else [end])])
+        if is_prompt and not len(tokens):
             raise DataError(
-                f"{place}: its prompt has no token, and no token begins documents: nothing stands before the "
+                f"{tree.line}: its prompt has no token, and no token begins documents: nothing stands before the "
                 "completions; give it a text, or set data.begin_of_document_token"
             )
-        parent = record_of[node.parent] if number else -1
-        if not len(tokens):
-            record_of.append(parent)
-            continue
-        position = records[parent][4] + records[parent][3] - records[parent][2] if number else 0
-        record_of.append(len(records))
-        parts.append(tokens)
-        records.append((parent, 0, first, first + len(tokens), position, node.weight))
-        first += len(tokens)
+        parent, position = (-1, 0) if is_prompt else (record_of[node.parent], length_to[node.parent])
+        record_of.append(len(records) if len(tokens) else parent)
+        length_to.append(position + len(tokens))
+        if len(tokens):
+            parts.append(tokens)
+            records.append((parent, 0, first, first + len(tokens), position, node.weight))
+            first += len(tokens)
     nodes = np.array(records, NODE_DTYPE)
     nodes["subtree_stop"] = np.arange(len(nodes)) + 1
-    for number in range(len(nodes) - 1, 0, -1):
-        parent = nodes["parent"][number]
-        nodes["subtree_stop"][parent] = max(nodes["subtree_stop"][parent], nodes["subtree_stop"][number])
+    for record in nodes[:0:-1]:  # children before their parents
+        stop = nodes["subtree_stop"]
+        stop[record["parent"]] = max(stop[record["parent"]], record["subtree_stop"])
     return np.concatenate(parts), nodes
