@@ -202,7 +202,7 @@ class Attention(nnx.Module):
                 length, token_order if positions is None else positions, context_length=context_length
             )
         query, key, value = self._project(inputs, rotation)
-        if positions is not None and self._means_indices(bounds):
+        if positions is not None and means_indices(self.mask, has_bounds=bounds is not None):
             positions = None
         elif positions is not None and bounds is not None and not self.mask.looks_ahead:
             bounds = self._without_later_tokens(bounds, inputs.shape[0], inputs.shape[1], token_order)
@@ -319,15 +319,6 @@ class Attention(nnx.Module):
     def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
         return project_back(self.activation_sharding, attended, self.output)
 
-    def _means_indices(self, bounds: Bounds | None) -> bool:
-        """True if the mask may be evaluated on indices in the sequence, in the place of positions.
-
-        They are known ahead of time, so that the kernel plans its tiles then. Positions count up by one within a
-        document, where a mask that depends on kv − q alone gives the same answer. With bounds they may restart within
-        one, as at each branch of a tree, and a window counts positions.
-        """
-        return self.mask.translation_invariant and (bounds is None or self.mask in (CausalMask(), FullMask()))
-
     def _without_later_tokens(
         self, bounds: Bounds, batch: int, length: int, token_order: Int[Array, "B T"] | None
     ) -> Bounds:
@@ -388,3 +379,13 @@ class Attention(nnx.Module):
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
         )
+
+
+def means_indices(mask: Mask, *, has_bounds: bool) -> bool:
+    """True if a mask may be evaluated on indices in the sequence, in the place of positions.
+
+    They are known ahead of time, so that the kernel plans its tiles then. Positions count up by one within a document,
+    where a mask that depends on kv − q alone gives the same answer. With bounds they may restart within one, as at each
+    branch of a tree, and a window counts positions.
+    """
+    return mask.translation_invariant and (not has_bounds or mask in (CausalMask(), FullMask()))

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import RunPhase, TrainConfig
 from trainer.data import Corpus, load_corpus, make_batches
+from trainer.data.tree_packing import check_branches
 from trainer.errors import UserMistake, name_some
 from trainer.evaluate.tasks import Example
 from trainer.launch.membership import ALONE, Membership
@@ -130,6 +131,9 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         plan_context_parallelism(phase.config, None)  # refuses what no device can do, before the data is read
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
+    for phase in phases:
+        for documents in (corpus.train, corpus.validation):
+            check_branches(documents, phase.config.sequence_length)
     samples = [Samples(phase.config, corpus.tokenizer) if config.samples.prompts else None for phase in phases]
     use_compilation_cache(config.compilation.cache_dir)
     warn_of_short_documents(phases, corpus, on_progress)
@@ -189,7 +193,7 @@ def prepare_phase(
 
 def warn_of_short_documents(phases: Sequence[RunPhase], corpus: Corpus, on_progress: Callable[[str], None]) -> None:
     """Warns of phases in whose sequences no document comes near the end: they teach no longer context."""
-    longest = int(corpus.train.num_targets.max(initial=0))
+    longest = corpus.train.longest
     for phase in phases[1:]:
         if longest * 2 < phase.config.sequence_length:
             on_progress(

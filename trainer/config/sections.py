@@ -40,7 +40,8 @@ class DataConfig:
     """Where the documents come from and how they become tokens."""
 
     source: SourceFormat = option("stdlib", "corpus")
-    """stdlib: the Python standard library's own sources; the others read `files`."""
+    """stdlib: the Python standard library's own sources; the others read `files`. trees: JSON-lines of prompts with
+    weighted completions, each shared prefix once."""
     files: tuple[str, ...] = option((), "corpus")
     """Globs (`**` allowed) of the training files."""
     validation_files: tuple[str, ...] = option((), "corpus")
@@ -82,10 +83,15 @@ class DataConfig:
             if self.source == "stdlib" and getattr(self, name):
                 raise ValueError(
                     f"data.{name}={name_some(getattr(self, name))} has no effect with data.source='stdlib'; "
-                    "set data.source to text, jsonl, parquet or bin"
+                    "set data.source to text, jsonl, parquet, bin or trees"
                 )
             for pattern in getattr(self, name):
                 _refuse_url(f"data.{name}", pattern)
+        if self.source == "trees" and not self.keep_documents_apart:
+            raise ValueError(
+                "data.source='trees' has positions that restart at each branch, which "
+                "data.keep_documents_apart=False leaves out; set it to True"
+            )
         if self.source != "stdlib" and not self.files:
             raise ValueError(f"data.source={self.source!r} needs data.files, one or more globs; got none")
         check_options(self, "data.")

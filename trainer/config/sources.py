@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SourceFormat = Literal["stdlib", "text", "jsonl", "parquet", "bin"]
+SourceFormat = Literal["stdlib", "text", "jsonl", "parquet", "bin", "trees"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SourceConfig:
     files: tuple[str, ...] = ()
     """Globs (`**` allowed) of its files; none for the format stdlib."""
     format: SourceFormat = "text"
-    """As `DataConfig.source`."""
+    """As `DataConfig.source`, but for trees."""
     text_field: str = "text"
     """As `DataConfig.text_field`."""
     weight: float = 1.0
@@ -47,6 +47,11 @@ class SourceConfig:
         if (self.format == "stdlib") == bool(self.files):
             has = "reads no files, but files" if self.files else "needs files, one or more globs; files"
             raise ValueError(f"{place}format={self.format!r} {has}={self.files}")
+        if self.format == "trees":
+            raise ValueError(
+                f"{place}format='trees' isn't drawn in a mixture, whose documents may be cut anywhere; set "
+                "data.source to trees, and data.files to its files"
+            )
         _check_weight(place, self.weight)
         for each in self.length_weights:
             _check_weight(f"{place}length_weights: ", each.weight)

@@ -15,7 +15,6 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from trainer.data.packing import empty_sequence
 from trainer.data.sequence_sharding import SequenceSharder
 
 
@@ -28,6 +27,7 @@ class BatchShare:
             sequence of each token) if sequences are sharded over devices.
         indices: of these sequences in the batch, rising.
         document_lengths: [B] lengths of the documents of every sequence, in tokens. The step's FLOPs follow from them.
+            Trees have negative ones among them: see `FlopCounter.of_documents`.
         source: of a mixture's validation batch: the source of all its documents.
     """
 
@@ -52,6 +52,9 @@ class Sequences(Protocol):
 
     def document_lengths(self, number: int) -> Int64[np.ndarray, " D"]:
         """The lengths of its documents, in order."""
+
+    def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
+        """The arrays of a sequence of padding."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class BatchReader:
         return BatchShare(arrays, self.indices, tuple(map(self._document_lengths, numbers)))
 
     def _sequence(self, number: int | None) -> dict[str, Shaped[np.ndarray, " T"]]:
-        return empty_sequence(self.sequences.sequence_length) if number is None else self.sequences[number]
+        return self.sequences.empty_sequence() if number is None else self.sequences[number]
 
     def _document_lengths(self, number: int | None) -> Int64[np.ndarray, " D"]:
         return np.zeros(0, np.int64) if number is None else self.sequences.document_lengths(number)

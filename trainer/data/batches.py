@@ -12,10 +12,10 @@ from trainer.config import SourceConfig, TrainConfig
 from trainer.data.batch_reader import BatchReader, BatchShare, Sequences
 from trainer.data.corpora import Corpus
 from trainer.data.mixture_iterator import MixtureIterator
-from trainer.data.packing import PackedSequences
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import PackedIterator, TrainIterator
+from trainer.data.tree_packing import pack
 from trainer.data.validation_set import ValidationSet
 from trainer.errors import UserMistake
 
@@ -115,7 +115,7 @@ def make_train_iterator(
             open_batches=lambda sequences: read_ahead(sequences, _all_numbers()),
             on_progress=on_progress,
         )
-    sequences = PackedSequences(corpus.train, sequence_length)
+    sequences = pack(corpus.train, sequence_length)
     if len(sequences) < batch_size:
         on_progress(
             f"training fills {len(sequences)} of the {batch_size} sequences of {sequence_length:,} tokens that "

@@ -25,6 +25,8 @@ from trainer.data.stdlib import find_stdlib_files
 from trainer.data.token_cache import OnProgress, TokenCache
 from trainer.data.tokenization import document_hash, encode_documents, tokenize_files
 from trainer.data.tokenizers import PretokenizedIds, Tokenizer, load_tokenizer
+from trainer.data.tree_tokenization import tokenize_trees
+from trainer.data.trees import Trees
 from trainer.data.unigram import UnigramEstimate, count_targets, estimate_of_mixture, estimate_unigram_entropy
 from trainer.errors import DataError
 
@@ -185,6 +187,8 @@ def _load_source(
             loaded = _load_stdlib(find_tokenizer())
         case "bin":
             loaded = _load_bin(config, vocab_size, find_tokenizer, on_progress)
+        case "trees":
+            loaded = _load_trees(config, find_tokenizer, on_progress)
         case _:
             loaded = _load_text(config, find_tokenizer, on_progress)
     tokenizer, tokenized, validation_tokenized = loaded
@@ -224,6 +228,15 @@ def _load_stdlib(tokenizer: Tokenizer) -> _Loaded:
     documents = Documents((tokens,), np.concatenate(tables), tokenizer.delimiters)
     digest.update(tokens.data)
     return tokenizer, TokenizedFiles(documents, digest.hexdigest()), None
+
+
+def _load_trees(config: DataConfig, find_tokenizer: _FindTokenizer, on_progress: OnProgress) -> _Loaded:
+    def tokenize(files: tuple[Path, ...]) -> TokenizedFiles:
+        return tokenize_trees(files, tokenizer, cache, on_progress)
+
+    files, validation_files = _find_files(config)
+    tokenizer, cache = find_tokenizer(), _token_cache(config, on_progress)
+    return tokenizer, tokenize(files), tokenize(validation_files) if validation_files else None
 
 
 def _load_text(config: DataConfig, find_tokenizer: _FindTokenizer, on_progress: OnProgress) -> _Loaded:
@@ -323,6 +336,11 @@ def _split(
         return tokenized.documents, validation.documents, (tokenized.digest, validation.digest)
     documents, fraction = tokenized.documents, config.validation_fraction
     digests = (tokenized.digest, repr(fraction))
+    if len(documents) == 1 and isinstance(documents, Trees):
+        raise DataError(
+            f"{documents.place_of(0)}: the only tree can't be both trained on and validated with; add trees, or set "
+            "data.validation_files"
+        )
     if len(documents) == 1:
         on_progress(f"there is one document: its last {fraction:.3%} are held out for validation")
         return *_cut_in_two(documents, fraction, config.source), digests
@@ -337,8 +355,9 @@ def _split(
             f"held out for validation instead: {int(held_out.sum())}"
         )
     if held_out.all() or not held_out.any():
+        same = "trees have the same prompt" if isinstance(documents, Trees) else "documents are the same text"
         raise DataError(
-            f"data.source={config.source!r}: all {len(documents)} documents are the same text, so none of them would "
+            f"data.source={config.source!r}: all {len(documents)} {same}, so none of them would "
             "be new to the model; add documents, or set data.validation_files"
         )
     return documents.select(~held_out), documents.select(held_out), digests

@@ -72,6 +72,11 @@ class Documents:
         return self.table["length"] + (sum(token is not None for token in self.delimiters) - 1)
 
     @property
+    def longest(self) -> int:
+        """Targets that follow each other in the longest document."""
+        return int(self.num_targets.max(initial=0))
+
+    @property
     def num_tokens(self) -> int:
         """Targets in all documents."""
         return int(self.num_targets.sum())
@@ -94,6 +99,10 @@ class Documents:
     def select(self, chosen: Bool[np.ndarray, " D"]) -> Documents:
         """The chosen documents, sharing the tokens."""
         return Documents(self.arrays, self.table[chosen], self.delimiters)
+
+    def as_texts(self) -> Documents:
+        """Documents that are read from their beginnings to their ends, as these are."""
+        return self
 
     def tokens(self, document: int, num_tokens: int | None = None) -> np.ndarray:
         """The first tokens of one document, without delimiters; all of them by default.

@@ -14,7 +14,7 @@ from trainer.data.batch_reader import BatchShare
 from trainer.data.corpora import Corpus
 from trainer.data.documents import Documents
 from trainer.data.mixture import LENGTHS, Mixture, MixturePlace, SourcePlace
-from trainer.data.packing import Piece, fill_sequence
+from trainer.data.packing import Piece, empty_sequence, fill_sequence
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import TrainIterator, read_state, unreadable
 
@@ -45,6 +45,10 @@ class MixtureSequences:
     def document_lengths(self, number: int) -> Int64[np.ndarray, " P"]:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
         return np.array([piece.length for piece in self._plan(number)], np.int64)
+
+    def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
+        """A sequence of padding."""
+        return empty_sequence(self.sequence_length)
 
     def place(self, number: int) -> MixturePlace:
         """The place before a sequence that begins a batch."""

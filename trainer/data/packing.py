@@ -134,7 +134,7 @@ class PackedSequences:
     def __init__(self, documents: Documents, sequence_length: int, group_sizes: Sequence[int] | None = None):
         self.documents = documents
         self.sequence_length = sequence_length
-        self.pieces = cut_documents(documents.num_targets, sequence_length)
+        self.pieces = self._cut()
         ends = np.cumsum([len(documents)] if group_sizes is None else group_sizes)
         groups = np.split(self.pieces.length, np.searchsorted(self.pieces.document, ends[:-1]))
         packed = [pack_best_fit(lengths, sequence_length) for lengths in groups]
@@ -150,7 +150,7 @@ class PackedSequences:
     @property
     def padding_fraction(self) -> float:
         """Share of all positions that holds no target."""
-        return 1 - self.documents.num_tokens / (len(self) * self.sequence_length)
+        return 1 - int(self.pieces.length.sum()) / (len(self) * self.sequence_length)
 
     def document_lengths(self, index: int) -> Int64[np.ndarray, " P"]:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
@@ -169,6 +169,17 @@ class PackedSequences:
         """The numbers of the pieces of one sequence, in order."""
         first = self._ends[index - 1] if index else 0
         return self._pieces_by_sequence[first : self._ends[index]]
+
+    def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
+        """A sequence of padding."""
+        return empty_sequence(self.sequence_length)
+
+    def sharing(self) -> dict[str, int] | None:
+        """The tokens that trees save, ready for JSON; None: the documents share none."""
+        return None
+
+    def _cut(self) -> Pieces:
+        return cut_documents(self.documents.num_targets, self.sequence_length)
 
 
 def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:

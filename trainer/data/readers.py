@@ -8,10 +8,11 @@ should be ends in a message before it fills the memory.
 from __future__ import annotations
 
 import codecs
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from trainer.data.content import open_content
 from trainer.data.files import OpenFile
@@ -26,6 +27,21 @@ _CHECKED_AT_ONCE = 2**20
 _NUM_NAMES_SHOWN = 20
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _JSON_NAMES = {dict: "an object", list: "an array", float: "a number", bool: "a boolean", type(None): "null"}
+
+_Parsed = TypeVar("_Parsed")
+
+
+class LinePlace(NamedTuple):
+    """The place of a line."""
+
+    path: Path
+    number: int
+    """From 1."""
+    offset: int
+    """Bytes before it."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.number}"
 
 
 def read_documents(path: Path, source: str, text_field: str) -> Iterator[bytes]:
@@ -71,6 +87,11 @@ def read_text(path: Path) -> Iterator[bytes]:
 
 def read_jsonl(path: Path, text_field: str) -> Iterator[bytes]:
     """The text of each line's object. Lines of white space alone separate nothing and are passed over."""
+    return read_lines(path, functools.partial(_text_of_line, text_field=text_field))
+
+
+def read_lines(path: Path, parse: Callable[[bytes, LinePlace], _Parsed | None]) -> Iterator[_Parsed]:
+    """What `parse` makes of each line of a file, compressed or not, where that isn't None."""
     offset = number = 0
     with open_content(path) as file:
         while line := file.readline(_MAX_LINE_BYTES + 1):
@@ -80,12 +101,12 @@ def read_jsonl(path: Path, text_field: str) -> Iterator[bytes]:
                     f"{path}:{number}: the line at offset {offset} has more than {_MAX_LINE_BYTES:,} bytes, the "
                     "most that one may have; is this one object to a line? Cut long documents"
                 )
-            text = _text_of_line(line, path, number, offset, text_field)
+            parsed = parse(line, LinePlace(path, number, offset))
             offset += len(line)
             del line  # It may be large, and need not wait here until its text is tokenized.
-            if text is not None:
-                yield text
-            del text
+            if parsed is not None:
+                yield parsed
+            del parsed
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
@@ -114,39 +135,55 @@ def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
         raise DataError(f"{path}: not readable as Parquet after row {row}: {error}; write the file again") from error
 
 
-def _text_of_line(line: bytes, path: Path, number: int, offset: int, text_field: str) -> bytes | None:
+def object_of_line(line: bytes, where: LinePlace) -> dict[str, Any] | None:
+    """The JSON object of a line, its numbers as floats; None: the line is white space."""
     line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line or line.isspace():
         return None
-    place = f"{path}:{number}"
     try:
-        # Of numbers nothing is wanted, and Python makes no integer of more than 4,300 digits.
-        record = json.loads(_decode(line, path, first_line=number, offset=offset), parse_int=float)
+        # Python makes no integer of more than 4,300 digits.
+        record = json.loads(_decode(line, where.path, first_line=where.number, offset=where.offset), parse_int=float)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{place}: not valid JSON at column {error.colno}: {error.msg}; each line must be one JSON object"
+            f"{where}: not valid JSON at column {error.colno}: {error.msg}; each line must be one JSON object"
         ) from error
     except RecursionError as error:
-        raise DataError(f"{place}: arrays or objects nested too deep to be read; drop the document") from error
+        raise DataError(f"{where}: arrays or objects nested too deep to be read; drop the document") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: expected a JSON object, got {_json_name(record)}; each line must be one object")
-    if text_field not in record:
-        raise DataError(f"{place}: no field {text_field!r}; it has {_names(list(record))}. Set data.text_field")
-    text = record[text_field]
+        raise DataError(f"{where}: expected a JSON object, got {json_name(record)}; each line must be one object")
+    return record
+
+
+def utf8_of_field(text: Any, field: str, place: object) -> bytes:
+    """A field's text in UTF-8.
+
+    Raises:
+        DataError: it is no text.
+    """
     if not isinstance(text, str):
         raise DataError(
-            f"{place}: field {text_field!r} is {_json_name(text)}, expected text; fill it in or drop the document"
+            f"{place}: field {field!r} is {json_name(text)}, expected text; fill it in or drop the document"
         )
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: field {text_field!r} holds a lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{place}: field {field!r} holds a lone surrogate U+{ord(text[error.start]):04X} at character "
             f"{error.start}, which is not text; repair or drop the document"
         ) from error
 
 
-def _json_name(value: Any) -> str:
+def _text_of_line(line: bytes, where: LinePlace, text_field: str) -> bytes | None:
+    record = object_of_line(line, where)
+    if record is None:
+        return None
+    if text_field not in record:
+        raise DataError(f"{where}: no field {text_field!r}; it has {names_of(list(record))}. Set data.text_field")
+    return utf8_of_field(record[text_field], text_field, where)
+
+
+def json_name(value: Any) -> str:
+    """The type of a JSON value, for messages."""
     return _JSON_NAMES.get(type(value), "text")
 
 
@@ -155,7 +192,7 @@ def _check_column(path: Path, schema: Any, text_field: str) -> None:
 
     if (number := schema.names.count(text_field)) != 1:
         has = f"{number} columns" if number else "no column"
-        raise DataError(f"{path}: {has} {text_field!r}; it has {_names(schema.names)}. Set data.text_field")
+        raise DataError(f"{path}: {has} {text_field!r}; it has {names_of(schema.names)}. Set data.text_field")
     column = schema.field(text_field).type
     stored = column.value_type if types.is_dictionary(column) else column
     if not any(is_text(stored) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
@@ -203,6 +240,7 @@ def _decode(data: bytes, path: Path, *, first_line: int = 1, offset: int = 0) ->
         ) from error
 
 
-def _names(names: Sequence[str]) -> str:
+def names_of(names: Sequence[str]) -> str:
+    """Names of fields, for messages."""
     shown = [name[:60] for name in names[:_NUM_NAMES_SHOWN]]
     return ", ".join(shown + ["…"] * (len(names) > _NUM_NAMES_SHOWN)) or "none"

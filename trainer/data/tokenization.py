@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
 from trainer.data.readers import read_documents
-from trainer.data.token_cache import OnProgress, TokenCache, cache_key
+from trainer.data.token_cache import Entry, OnProgress, TokenCache, cache_key
 from trainer.data.tokenizers import Tokenizer, token_dtype
 from trainer.errors import DataError
 
@@ -23,7 +23,9 @@ from trainer.errors import DataError
 _ENTRY_FORMAT = 3
 # Text handed to the tokenizer at a time: enough to keep its threads busy, little next to a model.
 _CHUNK_BYTES = 4 * 2**20
-_SECONDS_BETWEEN_REPORTS = 5.0
+SECONDS_BETWEEN_REPORTS = 5.0
+
+_Item = TypeVar("_Item")
 
 
 def document_hash(identity: bytes) -> int:
@@ -41,7 +43,7 @@ def encode_documents(
         them in the tokens of all chunks. Documents without tokens are passed over.
     """
     num_tokens = 0
-    for chunk in _chunks(documents):
+    for chunk in chunks(documents, lambda document: len(document[0])):
         tokens, table = _encode_chunk(chunk, tokenizer)
         table["start"] += num_tokens
         num_tokens += len(tokens)
@@ -93,18 +95,38 @@ def tokenize_files(
         delimiters=tokenizer.delimiters,  # text that spells them has other tokens
     )
 
+    def write(folder: Path) -> dict[str, Any]:
+        return _write_entry(folder, files, source, text_field, tokenizer, on_progress)
+
+    entry = get_or_tokenize(key, files, tokenizer, cache, write, on_progress)
+    tokens = entry.open_tokens("tokens.bin", token_dtype(tokenizer.vocab_size))
+    documents = Documents((tokens,), entry.load_array("documents.npy"), tokenizer.delimiters)
+    return TokenizedFiles(documents, entry.about["digest"])
+
+
+def get_or_tokenize(
+    key: str,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache: TokenCache,
+    write: Callable[[Path], dict[str, Any]],
+    on_progress: OnProgress,
+) -> Entry:
+    """The entry of a key. If the cache doesn't have it, `write` writes it into the folder that it is given.
+
+    Raises:
+        DataError: a file changed while `write` read it, or as `write`.
+    """
+
     def build(folder: Path) -> dict[str, Any]:
-        on_progress(f"tokenizing {_count(files, 'file')} with {tokenizer.name} into {cache.directory}")
+        on_progress(f"tokenizing {count_noun(files, 'file')} with {tokenizer.name} into {cache.directory}")
         before = cache_key(files)
-        about = _write_entry(folder, files, source, text_field, tokenizer, on_progress)
+        about = write(folder)
         if cache_key(files) != before:
             raise DataError(f"{files[0]} or one of its {len(files) - 1:,} fellows changed while being read; run again")
         return about
 
-    entry = cache.get_or_build(key, build)
-    tokens = entry.open_tokens("tokens.bin", token_dtype(tokenizer.vocab_size))
-    documents = Documents((tokens,), entry.load_array("documents.npy"), tokenizer.delimiters)
-    return TokenizedFiles(documents, entry.about["digest"])
+    return cache.get_or_build(key, build)
 
 
 def _write_entry(
@@ -118,11 +140,11 @@ def _write_entry(
             tables.append(chunk)
             num_documents, num_tokens = num_documents + len(chunk), num_tokens + len(tokens)
             del tokens
-            if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
+            if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 on_progress(f"tokenized {num_documents:,} documents, {num_tokens:,} tokens")
     if not num_documents:
-        raise DataError(f"{files[0]}: every document in {_count(files, 'file')} is empty; add some text")
+        raise DataError(f"{files[0]}: every document in {count_noun(files, 'file')} is empty; add some text")
     table = np.concatenate(tables)
     digest.update(table["length"].tobytes())
     np.save(folder / "documents.npy", table)
@@ -142,12 +164,13 @@ def _documents_of(files: Sequence[Path], source: str, text_field: str) -> Iterat
             raise DataError(f"{path} holds no documents; remove it or leave it out of data.files")
 
 
-def _chunks(documents: Iterable[tuple[bytes, int]]) -> Iterator[list[tuple[bytes, int]]]:
+def chunks(items: Iterable[_Item], size_of: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """Lists of as many items as are handed to the tokenizer at a time; `size_of` tells an item's bytes."""
     chunk, size = [], 0
-    for document in documents:
-        chunk.append(document)
-        size += len(document[0])
-        del document
+    for item in items:
+        chunk.append(item)
+        size += size_of(item)
+        del item
         if size >= _CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -155,5 +178,10 @@ def _chunks(documents: Iterable[tuple[bytes, int]]) -> Iterator[list[tuple[bytes
         yield chunk
 
 
-def _count(files: Sequence[Path], noun: str) -> str:
-    return f"{len(files):,} {noun}{'s' * (len(files) != 1)}"
+def count_noun(items: Sequence[Any], noun: str) -> str:
+    """The number of items, with their noun.
+
+    >>> count_noun([1, 2], "file")
+    '2 files'
+    """
+    return f"{len(items):,} {noun}{'s' * (len(items) != 1)}"

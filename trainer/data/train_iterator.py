@@ -83,6 +83,10 @@ class TrainIterator:
         """The tokens drawn so far from each source of a mixture, ready for JSON; None: it is none."""
         return None
 
+    def sharing(self) -> dict[str, int] | None:
+        """The tokens that trees save, as `PackedTrees.sharing`; None: there are no trees."""
+        return None
+
     def fingerprint(self) -> str:
         """A hex digest that is equal on processes that read the same documents in the same order, at the same place."""
         # The tokenizer's identity names its library's version. Here only the tokens count.
@@ -162,12 +166,16 @@ class PackedIterator(TrainIterator):
 
     def __init__(self, sequences: PackedSequences, open_at: Callable[[int], Any], **options: Any):
         super().__init__(len(sequences), **options)
-        self._padding_fraction, self._open_at = sequences.padding_fraction, open_at
+        self._padding_fraction, self._sharing = sequences.padding_fraction, sequences.sharing()
+        self._open_at = open_at
         self._go_to(0)
 
     @property
     def padding_fraction(self) -> float:
         return self._padding_fraction
+
+    def sharing(self) -> dict[str, int] | None:
+        return self._sharing
 
     def get_state(self) -> dict[str, Any]:
         return self._state_at(self._start + self._num_read())

@@ -19,6 +19,7 @@ from trainer.data.packing import PackedSequences
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.data.token_cache import OnProgress
 from trainer.data.tokenizers import Tokenizer
+from trainer.data.tree_packing import PackedTrees, pack
 
 # A tokenizer may spell the first token of a text, without the space before it, say, otherwise than those that follow.
 _NUM_TOKENS_BEFORE = 16
@@ -62,7 +63,7 @@ class ValidationSet:
             on_progress: called with a line if their number is another.
         """
         sizes = [len(each.validation) for each in corpus.sources.values()] if sources else None
-        sequences = PackedSequences(corpus.validation, sequence_length, sizes)
+        sequences = pack(corpus.validation, sequence_length, sizes)
         weights = [1.0]
         if sources:
             by_name = {source.name: source.weight for source in sources}
@@ -110,13 +111,15 @@ class ValidationSet:
         return shares
 
     def count_bytes(self, tokenizer: Tokenizer) -> int | None:
-        """Bytes of the text that the sequences' targets stand for; None where no tokenizer is known.
+        """Bytes of the text that the sequences' targets stand for; None where no tokenizer is known, and of trees.
 
         The text of a whole document is known where it was tokenized here; parts of documents are decoded.
 
         Args:
             tokenizer: of the corpus.
         """
+        if isinstance(self.sequences, PackedTrees):
+            return None
         documents, pieces, num_bytes = self.sequences.documents, self.sequences.pieces, 0
         num_before = int(documents.delimiters.begin is not None)
         for piece in (piece for number in self.chosen for piece in self.sequences.pieces_of(number).tolist()):

@@ -168,7 +168,7 @@ def find_documents(command: EvaluateCommand, subject: Subject, console: Console)
         ).documents
     if command.workdir is None:
         return None
-    return load_corpus(data, vocab_size=subject.config.model.vocab_size, on_progress=console.note).validation
+    return load_corpus(data, vocab_size=subject.config.model.vocab_size, on_progress=console.note).validation.as_texts()
 
 
 def _source_of(files: tuple[Path, ...]) -> str:

@@ -88,7 +88,7 @@ class LengthEvaluator:
         if self._forward is None or self._forward[0] is not setup:
             self._forward = setup, TokenForward(setup.config, setup.functions.mesh, lengths[-1])
         forward = self._forward[1]
-        documents = setup.corpus.validation
+        documents = setup.corpus.validation.as_texts()
         chosen = ChosenDocuments.choose(documents, lengths, _NUM_DOCUMENTS, setup.run.seed)
         nats = [losses.nats for losses in forward(state.params, chosen.streams(documents))]
         scores = score(forward, state.params, setup.examples) if setup.examples else []

@@ -82,7 +82,7 @@ class Setup:
             "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
             **self.plan.to_json(),
-            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
+            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction} | self._sharing(),
         }
 
     def phase_to_json(self) -> dict[str, Any]:
@@ -94,7 +94,12 @@ class Setup:
             "sequence_length": self.config.sequence_length,
             "mesh": dict(self.functions.mesh.shape),
             **self.plan.to_json(),
+            **self._sharing(),
         }
+
+    def _sharing(self) -> dict[str, Any]:
+        sharing = self.batches.sharing()
+        return {} if sharing is None else {"sharing": sharing}
 
     def describe_phase(self) -> str:
         """A line for the beginning of the phase."""
@@ -121,9 +126,27 @@ class Setup:
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
             f"{data['tokenizer']} tokenizer, documents {self.corpus.tokenizer.delimiters}, "
             f"unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
+            **_describe_sharing(self.batches.sharing()),
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"
             + (f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""),
             "memory": f"{format_bytes(state_bytes)} of state and {format_bytes(gradient_bytes)} of gradients "
             "per device, before activations"
             + (f"; {format_bytes(host_bytes)} of state per device in the host's memory" if host_bytes else ""),
         }
+
+
+def _describe_sharing(sharing: dict[str, int] | None) -> dict[str, str]:
+    """A line for the training trees; none for documents."""
+    if sharing is None:
+        return {}
+    saved, num_tokens, num_split = (sharing[name] for name in ("num_tokens_saved", "num_tokens", "num_trees_split"))
+    line = (
+        f"{sharing['num_trees']:,} with {sharing['num_branches']:,} branches; sharing saves {saved:,} of "
+        f"{saved + num_tokens:,} tokens ({saved / max(saved + num_tokens, 1):.0%})"
+    )
+    if num_split:
+        line += (
+            f"; {num_split:,} longer than a sequence, split into {sharing['num_parts_of_split']:,} parts that repeat "
+            f"{sharing['num_tokens_repeated']:,} tokens"
+        )
+    return {"trees": line}

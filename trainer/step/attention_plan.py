@@ -16,6 +16,8 @@ from kernels import Selection, Target, select_backend
 from kernels.call import AttentionCall
 from kernels.collectives import peer_memory
 from kernels.context import ContextPlan, SequenceSharding, Split, kernel_call, plan_context
+from kernels.masks.bounds import BoundName
+from layers.attention import means_indices
 from layers.layer_config import LayerConfig
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
@@ -189,7 +191,12 @@ def attention_call(config: TrainConfig, layer: LayerConfig, target: Target) -> A
     """The call of a layer's `layers.Attention` on each device of the config's mesh, before keys are exchanged."""
     model, mesh, mask = config.model, config.mesh, layer.mask
     scale = 1 / math.sqrt(layer.head_dim) if model.query_scale is None else model.query_scale
-    has_positions = config.data.keep_documents_apart and not mask.translation_invariant
+    of_window: tuple[BoundName, ...] = () if mask.scheduled_window is None else ("k_start",)
+    of_trees: tuple[BoundName, ...] = ("q_end",) if config.data.source == "trees" else ()
+    has_bounds = bool(of_window or of_trees)
+    has_positions = config.data.keep_documents_apart and not means_indices(mask, has_bounds=has_bounds)
+    # On positions the layer has bounds keep a mask that doesn't look ahead from later tokens.
+    of_layer: tuple[BoundName, ...] = ("q_start",) if has_bounds and has_positions and not mask.looks_ahead else ()
     return AttentionCall(
         batch=config.batch_size // config.gradient_accumulation // (mesh.data * mesh.fsdp),
         q_len=config.sequence_length // mesh.context,
@@ -208,5 +215,5 @@ def attention_call(config: TrainConfig, layer: LayerConfig, target: Target) -> A
         has_key_value_positions=has_positions,
         return_lse=False,
         target=target,
-        bounds=() if mask.scheduled_window is None else ("k_start",),
+        bounds=(*of_window, *of_layer, *of_trees),
     )

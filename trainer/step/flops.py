@@ -92,13 +92,16 @@ class FlopCounter:
         """FLOPs of a step on a batch of documents of these lengths.
 
         Args:
-          lengths: of the documents of each sequence, in tokens.
+          lengths: of the documents of each sequence, in tokens. A negative one is taken off: tokens [a, b) of a branch
+            of a tree cost what a document of b tokens costs, without one of a.
           step: as for a call.
         """
         num_tokens = len(lengths) * self._sequence_length
         if not self._keep_documents_apart:
             lengths = [each.sum(keepdims=True) for each in lengths if len(each)]
-        of_all, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *lengths]), return_counts=True)
+        signed = np.concatenate([np.zeros(0, np.int64), *lengths])
+        of_all, which = np.unique(np.abs(signed), return_inverse=True)
+        counts = np.bincount(which, weights=np.sign(signed), minlength=len(of_all)).astype(np.int64)
         of_causal_pairs = sum(
             flops * int(self._pairs(mask, of_all, step) @ counts) for mask, flops in self._flops_per_pair.items()
         )

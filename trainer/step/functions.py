@@ -27,6 +27,7 @@ from trainer.step.sharding import batch_sharding, parameter_shardings, replicate
 from trainer.step.skipping import Skipping
 from trainer.step.train_step import (
     BATCH_DTYPES,
+    TREE_DTYPES,
     Batch,
     StepContext,
     StepMetrics,
@@ -119,7 +120,7 @@ def make_step_functions(
         shardings=shardings,
         batch_sharding=of_batch,
     )
-    abstract_batch = functools.partial(_abstract_batch, config.sequence_length, mesh, plan.sequence_sharding)
+    abstract_batch = functools.partial(_abstract_batch, config, mesh, plan.sequence_sharding)
     return StepFunctions(
         mesh=mesh,
         graphdef=context.graphdef,
@@ -190,8 +191,9 @@ def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:
 
 
 def _abstract_batch(
-    sequence_length: int, mesh: Mesh, sequence_sharding: SequenceSharding, batch_size: int
+    config: TrainConfig, mesh: Mesh, sequence_sharding: SequenceSharding, batch_size: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    shape, sharding = (batch_size, sequence_length), batch_sharding(mesh)
+    shape, sharding = (batch_size, config.sequence_length), batch_sharding(mesh)
     dtypes = BATCH_DTYPES if sequence_sharding == "contiguous" else BATCH_DTYPES | {"token_order": jnp.int32}
+    dtypes = dtypes | TREE_DTYPES if config.data.source == "trees" else dtypes
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}

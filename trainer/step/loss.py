@@ -47,7 +47,7 @@ class CrossEntropy(NamedTuple):
     total: Float[Array, ""]
     """nats + z, what training minimises (after division by a number of targets)."""
     nats: Float[Array, ""]
-    """Negative log-likelihood of the targets."""
+    """Negative log-likelihood of the targets, times their weights."""
     z: Float[Array, ""]
     """z_loss × the squared log-partition (PaLM, arXiv:2204.02311)."""
     num_targets: Int[Array, ""]
@@ -61,6 +61,7 @@ def chunked_cross_entropy(
     head_kernel: Float[Array, "D V"],
     targets: Int[Array, "B T"],
     target_mask: Bool[Array, "B T"],
+    weights: Float[Array, "B T"] | None = None,
     *,
     chunk_size: int,
     z_loss: float,
@@ -78,6 +79,8 @@ def chunked_cross_entropy(
       head_kernel: the vocabulary's output vectors, usually float32.
       targets: the token ids to predict, in [0, V).
       target_mask: False where there is nothing to predict (padding).
+      weights: by which the losses of targets are multiplied, negative ones too; the z-loss by their absolute values, as
+        it is a penalty whatever is learned. None: 1.
       chunk_size: most tokens per device whose logits exist at one time.
       z_loss: weight of the squared log-partition.
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
@@ -95,7 +98,7 @@ def chunked_cross_entropy(
     (2.7726, 2)
     """
     options = _Options(chunk_size, z_loss, logits_soft_cap, shared_over, exp_logits)
-    loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask)
+    loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask, weights)
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
 
 
@@ -147,12 +150,13 @@ class _Options(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(options: _Options, hidden, head_kernel, targets, target_mask) -> CrossEntropy:
-    return _sweep(options, hidden, head_kernel, targets, target_mask, with_gradients=False)[0]
+def _cross_entropy(options: _Options, hidden, head_kernel, targets, target_mask, weights) -> CrossEntropy:
+    return _sweep(options, _Tokens(hidden, targets, target_mask, weights), head_kernel, with_gradients=False)[0]
 
 
-def _forward(options: _Options, hidden, head_kernel, targets, target_mask):
-    loss, (d_hidden, d_head) = _sweep(options, hidden, head_kernel, targets, target_mask, with_gradients=True)
+def _forward(options: _Options, hidden, head_kernel, targets, target_mask, weights):
+    tokens = _Tokens(hidden, targets, target_mask, weights)
+    loss, (d_hidden, d_head) = _sweep(options, tokens, head_kernel, with_gradients=True)
     return loss, (d_hidden, d_head.astype(head_kernel.dtype))
 
 
@@ -161,38 +165,38 @@ def _backward(options: _Options, gradients, cotangents: CrossEntropy):
         dtype = np.promote_types(gradient.dtype, cotangents.total.dtype)
         return (cotangents.total.astype(dtype) * gradient.astype(dtype)).astype(gradient.dtype)
 
-    return (*map(scaled, gradients), None, None)
+    return (*map(scaled, gradients), None, None, None)
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with_gradients: bool):
+def _sweep(options: _Options, tokens: _Tokens, head_kernel: Float[Array, "D V"], *, with_gradients: bool):
     """The loss and, if asked for, the gradients of its total; by one device or shared."""
     # Cast before the head is gathered, so that the gather moves the compute dtype.
-    head = head_kernel.astype(hidden.dtype)
+    head = head_kernel.astype(tokens.hidden.dtype)
     sweep = functools.partial(_sweep_tokens, options=options, with_gradients=with_gradients)
     if (axis := options.shared_over) is None:
-        return sweep(hidden, targets, target_mask, head)
+        return sweep(tokens, head)
 
-    def sweep_share(*arrays):
-        loss, gradients = sweep(*arrays)
+    def sweep_share(tokens, head):
+        loss, gradients = sweep(tokens, head)
         loss = lax.psum(loss, axis)
         if gradients is None:
             return loss, None
         d_hidden, d_head = gradients
         return loss, (d_hidden, lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True))
 
-    length, num_devices = hidden.shape[1], jax.sharding.get_abstract_mesh().shape[axis]
+    length, num_devices = tokens.hidden.shape[1], jax.sharding.get_abstract_mesh().shape[axis]
     of_tokens = P(None, axis)
     shared = jax.shard_map(
         sweep_share,
-        in_specs=(of_tokens, of_tokens, of_tokens, P()),
+        in_specs=(of_tokens, P()),
         out_specs=(P(), (of_tokens, P(None, axis)) if with_gradients else None),
         axis_names={axis},
         check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
     )
-    loss, gradients = shared(*(_pad_tokens(x, -length % num_devices) for x in (hidden, targets, target_mask)), head)
+    loss, gradients = shared(jax.tree.map(lambda x: _pad_tokens(x, -length % num_devices), tokens), head)
     if gradients is None:
         return loss, None
     d_hidden, d_head = gradients
@@ -209,11 +213,12 @@ class _Tokens(NamedTuple):
     hidden: Float[Array, "B T D"]
     targets: Int[Array, "B T"]
     target_mask: Bool[Array, "B T"]
+    weights: Float[Array, "B T"] | None
+    """None: 1."""
 
 
-def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with_gradients: bool):
+def _sweep_tokens(tokens: _Tokens, head: Float[Array, "D V"], *, options: _Options, with_gradients: bool):
     """The loss and the gradients of a device's tokens."""
-    tokens = _Tokens(hidden, targets, target_mask)
     if not with_gradients or options.exp_logits is None:
         return _sweep_by_logits(tokens, head, options, with_gradients=with_gradients)
     swept, is_held = _sweep_by_exponentials(tokens, head, options, options.exp_logits)
@@ -232,18 +237,19 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
     sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
 
     def sweep_chunk(d_head, chunk):
-        hidden, targets, target_mask = chunk  # [C, D], [C], [C]
+        hidden, targets, target_mask, weights = chunk  # [C, D], [C], [C], [C]
         logits = _capped_logits(hidden, head, cap, sum_dtype)
         highest, exp_sum = _highest_and_exp_sum(logits)
         log_partition = highest + jnp.log(exp_sum)  # [C]
         target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        sums = _sum_up(log_partition - target_logits, log_partition, target_mask, options)
+        sums = _sum_up(log_partition - target_logits, log_partition, target_mask, weights, options)
         if not with_gradients:
             return d_head, (sums, None)
         log_partition = log_partition[:, None]
         probabilities = jnp.exp(logits - log_partition)
         is_target = targets[:, None] == jnp.arange(head.shape[1], dtype=targets.dtype)
-        d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target.astype(sum_dtype)
+        z_factor = 1.0 + 2.0 * options.z_loss * _signed(log_partition, weights)
+        d_logits = _weighted(probabilities * z_factor - is_target.astype(sum_dtype), weights)
         if cap is not None:
             d_logits *= 1.0 - jnp.square(logits / cap)
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
@@ -269,13 +275,13 @@ def _sweep_by_exponentials(
         target_logits, target_slopes = cap * capped, 1.0 - jnp.square(capped)
 
     def sweep_chunk(d_head, chunk):
-        (hidden, targets, target_mask), target_logits, target_slopes = chunk
+        (hidden, targets, target_mask, weights), target_logits, target_slopes = chunk
         exponentials, exp_sum = exp_logits(hidden, head, target_logits, soft_cap=cap)
         nats = jnp.log(exp_sum)
         log_partition = target_logits + nats
         # The gradient is z_factor * exponential / exp_sum, and 1 less at the target, whose exponential is 1.
-        z_factor = 1.0 + 2.0 * options.z_loss * log_partition
-        factors = jnp.where(target_mask, z_factor / exp_sum, 0.0)[:, None]
+        z_factor = 1.0 + 2.0 * options.z_loss * _signed(log_partition, weights)
+        factors = jnp.where(target_mask, _weighted(z_factor / exp_sum, weights), 0.0)[:, None]
         at_targets = target_slopes * (1.0 - exp_sum / z_factor)
         terms = exponentials.at[jnp.arange(targets.size), targets].set(at_targets.astype(exponentials.dtype))
         d_hidden = (factors * jnp.dot(terms, head.T, preferred_element_type=sum_dtype)).astype(hidden.dtype)
@@ -284,7 +290,7 @@ def _sweep_by_exponentials(
         )
         # Of all tokens: infinite exponentials of one that the mask leaves out, times 0, aren't 0. A NaN isn't held.
         is_held = (exp_sum < _HIGHEST_SUM) & (z_factor > _LEAST_Z_FACTOR)
-        sums = _sum_up(nats, log_partition, target_mask, options)
+        sums = _sum_up(nats, log_partition, target_mask, weights, options)
         return d_head, (sums, d_hidden, is_held.all())
 
     chunks = _into_chunks((tokens, target_logits, target_slopes), options.chunk_size)
@@ -304,11 +310,26 @@ def _capped_logits(
 
 
 def _sum_up(
-    nats: Float[Array, " C"], log_partition: Float[Array, " C"], target_mask: Bool[Array, " C"], options: _Options
+    nats: Float[Array, " C"],
+    log_partition: Float[Array, " C"],
+    target_mask: Bool[Array, " C"],
+    weights: Float[Array, " C"] | None,
+    options: _Options,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """A chunk's nats and z."""
-    z = options.z_loss * jnp.where(target_mask, jnp.square(log_partition), 0.0).sum()
-    return jnp.where(target_mask, nats, 0.0).sum(), z
+    squares = _weighted(jnp.square(log_partition), None if weights is None else jnp.abs(weights))
+    z = options.z_loss * jnp.where(target_mask, squares, 0.0).sum()
+    return jnp.where(target_mask, _weighted(nats, weights), 0.0).sum(), z
+
+
+def _weighted(x: Float[Array, "C ..."], weights: Float[Array, " C"] | None) -> Float[Array, "C ..."]:
+    """The terms of each token times its weight."""
+    return x if weights is None else x * weights.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _signed(x: Float[Array, " C"], weights: Float[Array, " C"] | None) -> Float[Array, " C"]:
+    """The terms of each token times its weight's sign: the weight times that is its absolute value times the terms."""
+    return x if weights is None else _weighted(x, jnp.sign(weights))
 
 
 def _join_sums(sums: tuple[Float[Array, " chunks"], Float[Array, " chunks"]], tokens: _Tokens) -> CrossEntropy:

@@ -5,6 +5,10 @@ optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, target
 and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. The
 step adds the width of a scheduled window, [batch, 1].
 
+A batch of trees also has q_end, by which attention stays within branches, and weights, by which training multiplies the
+losses of targets. The loss is their sum over the number of targets whose weight isn't 0: weights of both signs may sum
+to nothing. An evaluation counts each of these targets once.
+
 `train_step` calls from top to bottom: `mean_loss_gradient`, in it `gradient_on_device` on each device, in it
 `training_loss`, in it `run_model` and `cross_entropy`; then `update`.
 """
@@ -44,6 +48,8 @@ BATCH_DTYPES = {
     "segment_ids": jnp.int32,
     "positions": jnp.int32,
 }
+TREE_DTYPES = {"weights": jnp.float32, "q_end": jnp.int32}
+"""Of what a batch of trees has beside it."""
 
 
 class TrainState(NamedTuple):
@@ -63,7 +69,7 @@ class StepMetrics(NamedTuple):
     """Scalars of one step, on the device until read."""
 
     loss: Float[Array, ""]
-    """Nats per target, without z-loss."""
+    """Nats per target, without z-loss; times its weight, if targets have weights."""
     z_loss: Float[Array, ""]
     """z-loss per target, weighted."""
     grad_norm: Float[Array, ""]
@@ -217,7 +223,8 @@ def training_loss(context: StepContext, params: Any, batch: Batch, gather_layer:
     load = None
     if router is not None:
         hidden, load = sum_load(hidden, router, batch["target_mask"], context.gather.sum)
-    return add_router_losses(cross_entropy(context, model, hidden, batch), router, load, context.config.model.moe)
+    loss = cross_entropy(context, model, hidden, batch, batch.get("weights"))
+    return add_router_losses(loss, router, load, context.config.model.moe)
 
 
 def run_model(
@@ -231,15 +238,17 @@ def run_model(
         batch["segment_ids"] if apart else None,
         batch["positions"] if apart else None,
         batch.get("token_order"),
-        bounds=scheduled_bounds(context, batch),
+        bounds=bounds_of(context, batch),
         counted=batch["target_mask"],
         gather_layer=gather_layer,
     )
     return model, hidden, router
 
 
-def scheduled_bounds(context: StepContext, batch: Batch) -> list[Bounds | None] | None:
-    """The bounds that narrow scheduled windows to the batch's width, for each entry of the pattern of the masks."""
+def bounds_of(context: StepContext, batch: Batch) -> Bounds | list[Bounds | None] | None:
+    """The bounds that keep trees' branches apart, or those that narrow scheduled windows to the batch's width."""
+    if "q_end" in batch:
+        return Bounds(q_end=batch["q_end"])
     if "window" not in batch:
         return None
     model = context.config.model
@@ -248,7 +257,9 @@ def scheduled_bounds(context: StepContext, batch: Batch) -> list[Bounds | None] 
     return [None if mask.scheduled_window is None else bounds for mask in masks]
 
 
-def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch) -> CrossEntropy:
+def cross_entropy(
+    context: StepContext, model: GPT, hidden: Array, batch: Batch, weights: Float[Array, "B T"] | None = None
+) -> CrossEntropy:
     """Sums over this device's tokens."""
     config = context.config
     with jax.named_scope("loss"):
@@ -257,6 +268,7 @@ def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch)
             model.head_kernel,
             batch["targets"],
             batch["target_mask"],
+            weights,
             chunk_size=config.loss.chunk_size,
             z_loss=config.loss.z_loss,
             logits_soft_cap=config.model.final_logits_soft_cap,

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from kernels import CausalMask, LocalMask, Target
+from kernels import CausalMask, LocalMask, ScheduledWindow, Target
 from layers import LayerOverride
 from trainer.__main__ import main
 from trainer.config.file import load_config
@@ -309,19 +309,28 @@ def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tm
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize("keep_documents_apart", [True, False])
-def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, keep_documents_apart):
+@pytest.mark.parametrize(
+    "changes",
+    [{"keep_documents_apart": True}, {"keep_documents_apart": False}, {"source": "trees"}],
+    ids=["apart", "as one", "trees"],
+)
+@pytest.mark.parametrize("window", [LocalMask(63, 0), ScheduledWindow(16, 64, 10)], ids=["fixed", "scheduled"])
+def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, changes, window):
     """The plan is made from the config, ahead of tracing; here the tracing is watched, and must agree."""
     from kernels.attention import dispatch
 
     config = load_config(trainer_command.config)
     model = dataclasses.replace(
         config.model,
-        masks=(CausalMask() & LocalMask(63, 0), CausalMask()),
+        masks=(CausalMask() & window, CausalMask()),
         layer_overrides=(LayerOverride(num_kv_heads=2), LayerOverride(rope_base=None, head_dim=8)),
         query_scale=0.3,
     )
-    data = dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart)
+    data = dataclasses.replace(config.data, **changes)
+    if data.source == "trees" and model.scheduled_window is not None:
+        with pytest.raises(ValueError, match=r"model.masks holds ScheduledWindow.*use LocalMask"):
+            dataclasses.replace(config, model=model, data=data)
+        return
     config = dataclasses.replace(config, model=model, data=data)
     seen = []
     choose = dispatch.select_backend

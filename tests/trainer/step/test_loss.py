@@ -20,7 +20,7 @@ def make_inputs(rng, batch_size=2, length=37, width=16, vocab_size=50):
     return hidden, head, targets, rng.random((batch_size, length)) < 0.8
 
 
-def dense_oracle(hidden, head, targets, mask, z_loss, cap=None):
+def dense_oracle(hidden, head, targets, mask, z_loss, cap=None, weights=1.0):
     """Sums of nats and z, and the gradients of their total, in float64 with whole logits."""
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
     logits = hidden @ head
@@ -30,9 +30,12 @@ def dense_oracle(hidden, head, targets, mask, z_loss, cap=None):
     highest = logits.max(-1, keepdims=True)
     log_partition = highest + np.log(np.exp(logits - highest).sum(-1, keepdims=True))
     is_target = targets[..., None] == np.arange(head.shape[1])
-    nats = ((log_partition - logits)[is_target].reshape(targets.shape) * mask).sum()
-    z = z_loss * (np.square(log_partition[..., 0]) * mask).sum()
-    d_logits = (np.exp(logits - log_partition) * (1 + 2 * z_loss * log_partition) - is_target) * mask[..., None] * slope
+    weights = np.broadcast_to(weights, mask.shape) * mask
+    nats = ((log_partition - logits)[is_target].reshape(targets.shape) * weights).sum()
+    z = z_loss * (np.square(log_partition[..., 0]) * np.abs(weights)).sum()
+    of_nats = weights[..., None] * (np.exp(logits - log_partition) - is_target)
+    of_z = np.abs(weights)[..., None] * 2 * z_loss * log_partition * np.exp(logits - log_partition)
+    d_logits = (of_nats + of_z) * slope
     return nats, z, d_logits @ head.T, np.einsum("btd,btv->dv", hidden, d_logits)
 
 
@@ -223,6 +226,24 @@ def test_devices_that_share_the_tokens_out_recompute_each_for_itself(cap, is_hel
         assert relative_error(found, expected) < 1e-12
     assert loss.num_targets == mask.sum()
     assert loss.num_recomputed == (not is_held)
+
+
+@pytest.mark.usefixtures("eight_devices", "float64")
+@pytest.mark.parametrize("exp_logits", [None, exact_exponentials], ids=["logits", "exponentials"])
+@pytest.mark.parametrize(("num_devices", "cap"), [(1, None), (3, 3.0)])
+def test_weights_multiply_nats_with_their_sign_and_z_without(exp_logits, num_devices, cap, rng):
+    hidden, head, targets, mask = make_inputs(rng, 2, 94, 16, 48)
+    weights = rng.normal(0, 2, targets.shape)
+    inputs = hidden.astype(np.float64), head.astype(np.float64), targets, mask
+    options = {"chunk_size": 16, "z_loss": 1e-2, "logits_soft_cap": cap, "weights": weights, "exp_logits": exp_logits}
+    mesh = jax.make_mesh((num_devices,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:num_devices])
+    with jax.set_mesh(mesh):
+        options["shared_over"] = "tensor" if num_devices > 1 else None
+        loss, gradients = value_and_gradients(*inputs, **options)
+    expected = dense_oracle(*inputs, 1e-2, cap, weights)
+    for found, dense in zip((loss.nats, loss.z, *gradients), expected, strict=True):
+        assert relative_error(found, dense) < 1e-12
+    assert (loss.num_targets, loss.num_recomputed) == (mask.sum(), 0)
 
 
 def largest_array(function, *args) -> int:
