@@ -141,13 +141,17 @@ def make_call(
     query_positions=None,
     key_value_positions=None,
     bounds: Bounds | None = None,
+    sequence_length: int | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks=None,
     return_lse: bool = False,
     device: jax.Device | None = None,
 ) -> tuple[AttentionInputs, AttentionCall]:
-    """The arguments of `dot_product_attention` in one form; ValueError for the first that doesn't fit."""
+    """The arguments of `dot_product_attention` in one form; ValueError for the first that doesn't fit.
+
+    `sequence_length` is that of the sequences that the bounds are indices in, if these are longer than the arrays.
+    """
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 4:
@@ -190,7 +194,7 @@ def make_call(
         query_positions = checked_positions("query_positions", query_positions, batch, q_len)
         key_value_positions = checked_positions("key_value_positions", key_value_positions, batch, kv_len)
 
-    bounds = checked_bounds(bounds, batch, q_len, kv_len)
+    bounds = checked_bounds(bounds, batch, q_len, kv_len, sequence_length)
 
     inputs = AttentionInputs(
         query,

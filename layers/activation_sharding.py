@@ -81,12 +81,20 @@ class ActivationSharding:
         """True if a sequence's tokens lie on several devices."""
         return self.mesh.shape[self.sequence_axis] > 1
 
-    def check_token_order(self, positions: Array | None, token_order: Array | None) -> None:
-        """Raises ValueError if tokens lie in another order and neither positions nor token_order are given."""
-        if self.sequence_sharding != "contiguous" and self.exchanges_keys and positions is None and token_order is None:
+    def check_token_order(
+        self, positions: Array | None, token_order: Array | None, *, has_bounds: bool = False
+    ) -> None:
+        """Raises ValueError if tokens lie in another order and neither positions nor token_order are given.
+
+        With bounds it asks for token_order: positions may restart then, and don't tell the order.
+        """
+        if self.sequence_sharding == "contiguous" or not self.exchanges_keys or token_order is not None:
+            return
+        if positions is None or has_bounds:
+            given = "neither positions nor token_order were" if positions is None else "bounds but no token_order were"
             raise ValueError(
-                f"sequence_sharding={self.sequence_sharding!r} puts tokens into another order, and neither positions "
-                "nor token_order were given; pass token_order"
+                f"sequence_sharding={self.sequence_sharding!r} puts tokens into another order, and {given} given; pass "
+                "token_order"
             )
 
     @property

@@ -194,7 +194,7 @@ class Attention(nnx.Module):
           The attention's contribution to the residual stream, in the compute dtype.
         """
         if self.activation_sharding is not None:
-            self.activation_sharding.check_token_order(positions, token_order)
+            self.activation_sharding.check_token_order(positions, token_order, has_bounds=bounds is not None)
         if rotation is None:
             length, sharding = inputs.shape[1], self.activation_sharding
             context_length = length if sharding is None else sharding.whole_length(length)
@@ -205,7 +205,7 @@ class Attention(nnx.Module):
         if positions is not None and means_indices(self.mask, has_bounds=bounds is not None):
             positions = None
         elif positions is not None and bounds is not None and not self.mask.looks_ahead:
-            bounds = _without_later_tokens(bounds, *inputs.shape[:2])
+            bounds = self._without_later_tokens(bounds, inputs.shape[0], inputs.shape[1], token_order)
         attended = self._attend(query, key, value, segment_ids, positions, token_order, bounds)
         return checkpoint_name(self._project_back(attended), "projection")
 
@@ -319,6 +319,18 @@ class Attention(nnx.Module):
     def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
         return project_back(self.activation_sharding, attended, self.output)
 
+    def _without_later_tokens(
+        self, bounds: Bounds, batch: int, length: int, token_order: Int[Array, "B T"] | None
+    ) -> Bounds:
+        """The bounds without keys that come after their queries in the sequence."""
+        sharding = self.activation_sharding
+        whole_length = length if sharding is None else sharding.whole_length(length)
+        if token_order is None:
+            token_order = jnp.arange(length, dtype=jnp.int32) if sharding is None else sharding.token_order(length)
+        index = jnp.broadcast_to(token_order, (batch, length))
+        bounds = checked_bounds(bounds, batch, length, length, whole_length) or Bounds()
+        return bounds._replace(q_start=index if bounds.q_start is None else jnp.maximum(index, bounds.q_start))
+
     @jax.named_scope("dot_product_attention")
     def _attend(
         self,
@@ -377,10 +389,3 @@ def means_indices(mask: Mask, *, has_bounds: bool) -> bool:
     branch of a tree, and a window counts positions.
     """
     return mask.translation_invariant and (not has_bounds or mask in (CausalMask(), FullMask()))
-
-
-def _without_later_tokens(bounds: Bounds, batch: int, length: int) -> Bounds:
-    """The bounds without keys that come after their queries in the sequence."""
-    index = jnp.arange(length, dtype=jnp.int32)
-    bounds = checked_bounds(bounds, batch, length, length) or Bounds()
-    return bounds._replace(q_start=index if bounds.q_start is None else jnp.maximum(index, bounds.q_start))

@@ -347,15 +347,16 @@ class GPT(nnx.Module):
     def _bounds_of_stacks(
         self, bounds: Bounds | Sequence[Bounds | None] | None, batch: int, length: int
     ) -> list[Bounds | None]:
-        num_stacks = len(self.blocks)
+        num_stacks, sharding = len(self.blocks), self.activation_sharding
+        whole_length = length if sharding is None else sharding.whole_length(length)
         if bounds is None or isinstance(bounds, Bounds):
-            return [checked_bounds(bounds, batch, length, length)] * num_stacks
+            return [checked_bounds(bounds, batch, length, length, whole_length)] * num_stacks
         if len(bounds) != num_stacks:
             raise ValueError(
                 f"bounds has {len(bounds)} entries for layers that repeat after {num_stacks}; give one for each of "
                 "these, or kernels.Bounds for all"
             )
-        return [checked_bounds(each, batch, length, length) for each in bounds]
+        return [checked_bounds(each, batch, length, length, whole_length) for each in bounds]
 
     def _remat(self) -> Remat | None:
         policy = parse_remat(self.config.remat)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+
+ROOT = Path(__file__).parents[1]
 
 
 def run_on_fresh_inputs(
@@ -20,7 +23,10 @@ def run_on_fresh_inputs(
     told = [str(np.random.default_rng().integers(2**31)), *map(str, arguments)]
     print(f"Inputs: {script.name} {' '.join(told)}")
     command = [sys.executable, script, *told]
+    python_path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     # A test may take 300 s.
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, env={**environment, "PYTHONPATH": python_path}, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     return done

@@ -13,8 +13,14 @@ from kernels.arguments.token_integers import checked_tokens
 from kernels.masks.bounds import OF_QUERIES, Bounds
 
 
-def checked_bounds(bounds: Any, batch: int, q_len: int, kv_len: int) -> Bounds | None:
+def checked_bounds(
+    bounds: Any, batch: int, q_len: int, kv_len: int, sequence_length: int | None = None
+) -> Bounds | None:
     """Bounds as int32 `[B, L]`, clipped to the sequence, or None if there are none.
+
+    Args:
+      bounds, batch, q_len, kv_len: of the call.
+      sequence_length: of the sequences that the bounds are indices in, if the call has only a part of their tokens.
 
     Raises:
       ValueError: something else, or bounds of another shape or type.
@@ -26,7 +32,9 @@ def checked_bounds(bounds: Any, batch: int, q_len: int, kv_len: int) -> Bounds |
     given = {}
     for name in bounds.given:
         own, other = (q_len, kv_len) if name in OF_QUERIES else (kv_len, q_len)
-        given[name] = _clipped(checked_tokens(f"bounds.{name}", getattr(bounds, name), batch, own), other)
+        given[name] = _clipped(
+            checked_tokens(f"bounds.{name}", getattr(bounds, name), batch, own), sequence_length or other
+        )
     return Bounds(**given) if given else None
 
 

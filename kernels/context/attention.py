@@ -27,6 +27,7 @@ from kernels.context.costs import Exchange
 from kernels.context.exchanges import all_to_all
 from kernels.context.layout import MeshLayout
 from kernels.context.rank import Rank
+from kernels.context.split import Split
 from kernels.masks import Bounds, Mask
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ def attend_over_mesh(
       layout: of the arrays on the mesh.
       segment_ids: document of each token; only equal ids attend.
       positions: of the tokens, on which the mask is evaluated. They count up by one within each document, whose tokens
-        follow one another in the sequence. None: indices in the sequence.
+        follow one another in the sequence; with bounds they may be any. None: indices in the sequence.
       token_order: the index in the sequence of each token, in the order of the ranks, for
         `sequence_sharding="balanced"`, as `shard_sequence` returns it with its default chunk size: whole chunks, in any
-        order. The order of the other shardings is known.
-      bounds: as for `kernels.dot_product_attention`, where the mesh doesn't split sequences.
+        order; with bounds, in rising order on each rank. The order of the other shardings is known.
+      bounds: as for `kernels.dot_product_attention`: indices in the whole sequence. They lie as the tokens do.
       exchange: how ranks get at the keys that their queries attend to; None for the choice of `choose_exchange`.
 
     Returns:
@@ -72,12 +73,13 @@ def attend_over_mesh(
       CantServe: a named backend that can't serve the call of one device.
     """
     layout.check(query, key, mask)
-    if layout.sequence_sharding == "balanced" and token_order is None and layout.mesh.shape[layout.sequence_axis] > 1:
+    split = layout.split(query.shape[1])
+    if layout.sequence_sharding == "balanced" and token_order is None and split.num_ranks > 1:
         raise ValueError(
             "sequence_sharding='balanced' needs the order of the tokens, which each sequence decides; pass token_order="
         )
     if token_order is not None:
-        _check_chunks(token_order, layout.split(query.shape[1]).chunk_size)
+        _check_chunks(token_order, split, has_bounds=bounds is not None)
     inputs, call = make_call(
         query,
         key,
@@ -88,17 +90,12 @@ def attend_over_mesh(
         query_positions=positions,
         key_value_positions=positions,
         bounds=bounds,
+        sequence_length=split.length,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
         device=layout.mesh.devices.flat[0],
     )
-    num_ranks = layout.mesh.shape[layout.sequence_axis]
-    if call.bounds and num_ranks > 1:
-        raise ValueError(
-            f"bounds are indices in whole sequences, which the mesh's {layout.sequence_axis}={num_ranks} splits; set "
-            f"{layout.sequence_axis} to 1, or describe the mask without bounds"
-        )
     if token_order is not None:
         token_order = checked_positions("token_order", token_order, call.batch, call.q_len)
 
@@ -106,16 +103,24 @@ def attend_over_mesh(
     return _attend(inputs, call, layout=layout, exchange=exchange, implementation=implementation)[0]
 
 
-def _check_chunks(token_order: Int[Array, "B T"], chunk_size: int | None) -> None:
-    """Raises ValueError if the ranks don't hold whole chunks, as far as the host knows the order of the tokens."""
+def _check_chunks(token_order: Int[Array, "B T"], split: Split, *, has_bounds: bool) -> None:
+    """Raises ValueError if the ranks don't hold whole chunks, as far as the host knows the order of the tokens.
+
+    Bounds ask for chunks in the order of the sequence, on each rank.
+    """
+    chunk_size = split.chunk_size
     is_known = not isinstance(token_order, jax.core.Tracer) and getattr(token_order, "is_fully_addressable", True)
-    if chunk_size is None or not is_known or np.size(token_order) % chunk_size:  # the latter is refused by its shape
+    if chunk_size is None or not is_known or np.size(token_order) % split.length:  # the latter is refused by its shape
         return
     chunks = np.asarray(token_order).reshape(-1, chunk_size)
     if (chunks[:, :1] % chunk_size).any() or (np.diff(chunks, axis=1) != 1).any():
         raise ValueError(
             f"token_order isn't of chunks of {chunk_size} tokens that follow one another and begin at a multiple of "
             f"{chunk_size}; make it by kernels.context.shard_sequence, with its default chunk_size"
+        )
+    if has_bounds and (np.diff(chunks[:, 0].reshape(-1, split.length // split.num_ranks // chunk_size)) < 0).any():
+        raise ValueError(
+            "token_order doesn't rise within each rank, which bounds need; make it by kernels.context.shard_sequence"
         )
 
 

@@ -91,7 +91,7 @@ def _fastest_first(call: AttentionCall) -> tuple[Exchange, ...]:
     the keys that they need. Otherwise an all-to-all, which gives all ranks the same work. It takes the fewest
     bytes where keys have as many heads as queries; fewer heads were never timed.
     """
-    reach = reach_of(call.mask)
+    reach = reach_of(call)
     if reach is not None and max(reach) <= call.q_len:
         return "halo", "peer", "all_to_all", "all_gather", "ring"
     if call.has_segment_ids:

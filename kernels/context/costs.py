@@ -131,7 +131,7 @@ def _tokens_needed(call: AttentionCall, split: Split) -> int:
 
 def _tokens_before(call: AttentionCall, split: Split) -> int:
     """How many tokens' keys a rank needs that lie before its runs, about."""
-    reach = sum(reach_of(call.mask) or (split.length, 0))
+    reach = sum(reach_of(call) or (split.length, 0))
     if call.has_segment_ids:
         reach = min(reach, _TOKENS_BEFORE)
     return (split.num_runs or _RUNS_OF_BALANCED) * reach

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float, Int
 
-from kernels.masks import Mask
+from kernels.masks import Bounds, Mask
 from kernels.plan.host import make_block_plan
 
 SequenceSharding = Literal["contiguous", "zigzag", "balanced"]
@@ -48,6 +48,7 @@ def shard_sequence(
     chunk_size: int | None = None,
     segment_ids: Int[np.ndarray, " T"] | None = None,
     positions: Int[np.ndarray, " T"] | None = None,
+    bounds: Bounds | None = None,
 ) -> Int[np.ndarray, " T"]:
     """The order of a sequence's tokens in which the ranks hold them.
 
@@ -60,13 +61,15 @@ def shard_sequence(
       segment_ids: for `balanced`: the document of each token; a document's tokens are neighbours. None: one document.
       positions: for `balanced`: the positions that the masks are evaluated on, which count up by one in each document.
         None: indices in the sequence.
+      bounds: for `balanced`: of the sequence's tokens, NumPy's `[T]`, as for `kernels.dot_product_attention`. None: all
+        are allowed.
 
     Returns:
       int32: indices in the sequence. Rank r holds those at `[r·T/R : (r + 1)·T/R]`; they rise within a rank.
 
     Raises:
-      ValueError: an unknown rule, a length that can't be cut so, or, for `balanced`: no masks, or weights, ids or
-        positions that don't fit.
+      ValueError: an unknown rule, a length that can't be cut so, or, for `balanced`: no masks, or weights, ids,
+        positions or bounds that don't fit.
 
     Source: MagiAttention's dispatch (arXiv:2505.13211) also balances the area of chunks.
 
@@ -86,11 +89,14 @@ def shard_sequence(
         )
     if not all(0 < weight < math.inf for weight in masks.values()):
         raise ValueError(f"masks must have positive, finite weights, got {list(masks.values())}")
-    for name, tokens in (("segment_ids", segment_ids), ("positions", positions)):
+    of_tokens = {"segment_ids": segment_ids, "positions": positions}
+    if bounds is not None:
+        of_tokens |= {f"bounds.{name}": bound for name, bound in bounds._asdict().items()}
+    for name, tokens in of_tokens.items():
         if tokens is not None and np.shape(tokens) != (length,):
             raise ValueError(f"{name} must be those of one sequence, [{length}], got shape {np.shape(tokens)}")
     segment_ids = None if segment_ids is None else np.asarray(segment_ids)
-    costs = chunk_costs(masks, length, chunk_size, segment_ids=segment_ids, positions=positions)
+    costs = chunk_costs(masks, length, chunk_size, segment_ids=segment_ids, positions=positions, bounds=bounds)
     starts = np.arange(0, length, chunk_size)
     num_before = None
     if segment_ids is not None:
@@ -166,17 +172,18 @@ def chunk_costs(
     *,
     segment_ids: Int[np.ndarray, " T"] | None = None,
     positions: Int[np.ndarray, " T"] | None = None,
+    bounds: Bounds | None = None,
 ) -> Float[np.ndarray, " C"]:
     """The cost of each chunk: the number of pairs in the tiles that a kernel visits for the queries of the chunk.
 
     Args:
-      masks, segment_ids, positions: as for `shard_sequence`.
+      masks, segment_ids, positions, bounds: as for `shard_sequence`.
       length: T.
       chunk_size: tokens of a chunk; a divisor of T.
 
     Returns:
       float64, weighted by the masks' weights. For a mask whose rows aren't intervals (`MaskFn`, `NumpyMask`), documents
-      are assumed to shorten every query's keys in proportion to their length.
+      are assumed to shorten every query's keys in proportion to their length, and bounds to shorten none.
     """
     # A tile doesn't reach past its chunk, since the next chunk may lie on another rank.
     side = min(_TILE, chunk_size)
@@ -185,12 +192,19 @@ def chunk_costs(
     indices = np.arange(length)
     positions = indices if positions is None else np.asarray(positions, np.int64)
     begin, end = _documents(segment_ids, length)
+    document_lengths = end - begin
+    as_int64 = functools.partial(np.asarray, dtype=np.int64)
+    bounds = Bounds() if bounds is None else bounds.map(as_int64, as_int64)
+    if bounds.k_start is not None:
+        begin = np.maximum(begin, bounds.k_start)
+    if bounds.k_end is not None:
+        end = np.minimum(end, bounds.k_end)
 
     costs = np.zeros(len(starts))
     for mask, weight in _by_head(masks).items():
         interval = mask.row_interval(positions)
         if interval is None:
-            share = np.minimum.reduceat(end - begin, starts) / length
+            share = np.minimum.reduceat(document_lengths, starts) / length
             costs += weight * share * _visited_pairs(mask, length, side)[starts // side]
             continue
         # Keys of a document count up with its queries, so positions tell indices.
@@ -199,9 +213,39 @@ def chunk_costs(
         is_empty = stop <= first
         first, stop = np.where(is_empty, length, first), np.where(is_empty, 0, stop)
         first, stop = np.minimum.reduceat(first, starts), np.maximum.reduceat(stop, starts)
-        num_tiles = np.maximum(-(-stop // side) - first // side, 0)
+        num_tiles = _num_tiles(first // side, -(-stop // side), starts, starts + heights, bounds, side)
         costs += weight * num_tiles * side * heights
     return costs.reshape(length // chunk_size, -1).sum(1)
+
+
+def _num_tiles(
+    first: Int[np.ndarray, " R"],
+    stop: Int[np.ndarray, " R"],
+    row_start: Int[np.ndarray, " R"],
+    row_stop: Int[np.ndarray, " R"],
+    bounds: Bounds,
+    side: int,
+) -> Int[np.ndarray, " R"]:
+    """The number of key tiles in each row's interval, less those that the keys' own bounds keep from the row's queries.
+
+    Args:
+      first, stop: the interval of each row of tiles.
+      row_start, row_stop: the queries of each row.
+      bounds: of all tokens.
+      side: of a tile, in tokens.
+    """
+    if bounds.q_start is None and bounds.q_end is None:
+        return np.maximum(stop - first, 0)
+    tiles = np.arange(0, row_stop[-1], side)
+    earliest = np.zeros(len(tiles)) if bounds.q_start is None else np.minimum.reduceat(bounds.q_start, tiles)
+    latest = np.full(len(tiles), np.inf) if bounds.q_end is None else np.maximum.reduceat(bounds.q_end, tiles)
+    # Row by row, so that memory doesn't grow with rows × tiles.
+    return np.array(
+        [
+            np.count_nonzero((earliest[a:b] < row_end) & (latest[a:b] > row_begin))
+            for a, b, row_begin, row_end in zip(first, stop, row_start, row_stop, strict=True)
+        ]
+    )
 
 
 def assign_chunks(

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, Shaped
 
 from kernels.call import AttentionInputs
 from kernels.context.sequence_sharding import SequenceSharding, default_chunk_size, shard_sequence
+from kernels.context.spans import Spans
 
 UNKNOWN_DEVICES = "is for GPUs of a mesh that is known"
 """Why ranks can't read each other's memory where nobody says what they are."""
@@ -86,6 +87,10 @@ class Split(NamedTuple):
             token_order = jnp.where(arange < half, rank * half + arange, late + arange - half)
         # libtpu 0.0.42 aborts where it fuses this with the lowest and highest position of each tile, at 128 tiles.
         return jnp.broadcast_to(lax.optimization_barrier(token_order), (batch, length))
+
+    def spans(self, inputs: AttentionInputs) -> Spans:
+        """The spans of consecutive tokens that this rank holds."""
+        return Spans(self.token_order(inputs)[:, :: self.run_length], self.run_length)
 
     def gather(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
         """All ranks' tokens, in the order of the ranks."""

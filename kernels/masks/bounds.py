@@ -7,6 +7,7 @@ Dimensions: B batch, T query length, S key/value length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -41,6 +42,12 @@ class Bounds(NamedTuple):
     def given(self) -> tuple[BoundName, ...]:
         """Names of the bounds that aren't None."""
         return tuple(name for name, bound in self._asdict().items() if bound is not None)  # type: ignore[misc]
+
+    def map(self, of_queries: Callable[[Any], Any], of_keys: Callable[[Any], Any]) -> Bounds:
+        """A function of each bound that is given: one of the queries' bounds, and one of the keys'."""
+        return Bounds(
+            **{name: (of_queries if name in OF_QUERIES else of_keys)(getattr(self, name)) for name in self.given}
+        )
 
     def allowed(self, q_len: int, kv_len: int) -> Bool[Array, "*B T S"]:
         """True for each pair that the bounds allow, of sequences of these lengths."""

@@ -18,11 +18,15 @@ from jax.sharding import AxisType
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MaskFn, MultiHeadMask, PrefixMask
 from kernels.backends.tuning import Tuning
 from kernels.context import MeshLayout, attend_over_mesh, shard_sequence
+from tests.kernels.contract_cases import draw_bounds
 
 AXES = ("data", "tensor", "context")
 SEQUENCE_SHARDINGS = ("contiguous", "zigzag", "balanced")
 DOCUMENTS = ("none", "rising", "falling", "shuffled")
 """What ranks need of each other is told by the ranges of documents' ids, which rise, fall or say nothing."""
+WILD = "k_start k_end q_start q_end"
+BOUNDS = (None, "tree", "prefix", "blocks", "window", None, WILD)
+"""As `draw_bounds` has them."""
 
 
 class Sizes(NamedTuple):
@@ -48,6 +52,8 @@ class Case(NamedTuple):
     has_soft_cap: bool
     sizes: Sizes = Sizes()
     implementation: str | Tuning | None = None
+    bounds: str | None = None
+    may_restart: bool = False  # positions are in any order, as bounds allow
 
 
 # The mask, and its definition on (heads, query, key) positions.
@@ -121,16 +127,34 @@ def compare(rng, case):
         ids = (names[::-1] if case.documents == "falling" else names)[documents]
         positions = np.stack([np.arange(length) - np.searchsorted(row, row) for row in documents])
         same = ids[:, None, :, None] == ids[:, None, None, :]
+    has_positions = case.may_restart or (ids is not None and not mask.translation_invariant)
+    if case.may_restart:
+        positions = rng.integers(0, length // 2, place.shape)
     heads = np.arange(num_heads)[None, :, None, None]
-    evaluated_on = place if mask.translation_invariant else positions
+    evaluated_on = positions if has_positions else place
     allowed = definition(heads, evaluated_on[:, None, :, None], evaluated_on[:, None, None, :]) & same
+    bounds = None if case.bounds is None else draw_bounds(rng, case.bounds, batch, length, length)
+    bounds = jax.tree.map(lambda bound: np.broadcast_to(bound, place.shape), bounds)
+    for name, bound in () if bounds is None else bounds._asdict().items():
+        if bound is not None:
+            limit, index = bound[:, None, :, None], place[:, None, None]
+            if name.startswith("q"):
+                limit, index = limit.swapaxes(2, 3), index.swapaxes(2, 3)
+            allowed &= index >= limit if name.endswith("start") else index < limit
     allowed = np.broadcast_to(allowed, (batch, num_heads, length, length))
     expected, expected_gradients = numpy_attention(*arrays, allowed, sinks, cap, d_output)
 
     token_order = np.stack(
         [
-            shard_sequence(case.sequence_sharding, length, num_ranks, masks={mask: 1.0}, segment_ids=row)
-            for row in (ids if ids is not None else [None] * batch)
+            shard_sequence(
+                case.sequence_sharding,
+                length,
+                num_ranks,
+                masks={mask: 1.0},
+                segment_ids=None if ids is None else ids[row],
+                bounds=jax.tree.map(lambda bound, row=row: bound[row], bounds),
+            )
+            for row in range(batch)
         ]
     )
 
@@ -149,7 +173,8 @@ def compare(rng, case):
             mask,
             layout,
             segment_ids=None if ids is None else sharded(ids),
-            positions=None if ids is None or mask.translation_invariant else sharded(positions).astype(jnp.int32),
+            positions=sharded(positions).astype(jnp.int32) if has_positions else None,
+            bounds=jax.tree.map(sharded, bounds),
             token_order=jnp.asarray(token_order) if case.sequence_sharding == "balanced" else None,
             sinks=sinks,
             logits_soft_cap=cap,
@@ -193,7 +218,8 @@ def draw_cases(rng, num_cases):
     for mesh, exchange, sequence_sharding, mask in cases[:num_cases]:
         documents, (has_sinks, has_soft_cap) = str(rng.choice(DOCUMENTS)), map(bool, rng.integers(2, size=2))
         sizes = draw_sizes_of_gpus(rng, mask, mesh[2], exchange)
-        yield Case(mesh, exchange, sequence_sharding, mask, documents, has_sinks, has_soft_cap, sizes)
+        bounds = BOUNDS[rng.integers(len(BOUNDS))]
+        yield Case(mesh, exchange, sequence_sharding, mask, documents, has_sinks, has_soft_cap, sizes, None, bounds)
 
 
 def main(seed: int, num_cases: int) -> None:

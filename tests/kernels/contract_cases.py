@@ -88,10 +88,12 @@ class Case:
 
 
 def draw_bounds(rng: np.random.Generator, kind: str, batch: int, q_len: int, kv_len: int) -> Bounds:
-    """Bounds of a kind: "tree", "window" or "blocks"; or those of some names, crossing, empty and past the ends."""
+    """Bounds of a kind: "tree", "prefix", "window", "blocks"; or of some names, crossing, empty and past the ends."""
     q_index, kv_index = np.arange(q_len), np.arange(kv_len)
     if kind == "tree":
         return Bounds(q_end=jnp.asarray(np.stack([_ends_of_a_tree(rng, kv_len) for _ in range(batch)])))
+    if kind == "prefix":
+        return Bounds(k_end=jnp.asarray(np.maximum(rng.integers(0, kv_len, (batch, 1)), q_index + 1)))
     if kind == "window":
         widths = rng.integers(1, kv_len, (batch, 1))
         return Bounds(k_start=jnp.asarray(q_index - widths), k_end=jnp.asarray(q_index + 1))

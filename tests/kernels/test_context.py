@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, Target, select_backend
+from kernels import Bounds, CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, Target, select_backend
 from kernels.call import AttentionCall
 from kernels.context import (
     MeshLayout,
@@ -256,6 +256,15 @@ def test_an_order_that_is_not_of_whole_chunks_is_refused():
     ):
         with pytest.raises(ValueError, match="token_order isn't of chunks of 32 tokens that follow one another"):
             attend_over_mesh(x, x, x, CAUSAL, layout, token_order=token_order[None])
+
+
+def test_bounds_and_an_order_that_does_not_rise_on_a_rank_are_refused():
+    mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
+    layout, x = MeshLayout(mesh, ("data",), "context", "tensor", "balanced"), jnp.ones((1, 96, 4, 8))
+    bounds = Bounds(q_end=jnp.arange(96)[None])
+    token_order = np.arange(96).reshape(6, 16)[[1, 0, 2, 3, 4, 5]].reshape(1, 96)
+    with pytest.raises(ValueError, match="token_order doesn't rise within each rank, which bounds need"):
+        attend_over_mesh(x, x, x, CAUSAL, layout, token_order=token_order, bounds=bounds)
 
 
 @pytest.mark.parametrize("sink", [np.inf, np.nan])

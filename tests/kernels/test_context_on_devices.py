@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_product_attention
 from kernels.collectives import chunks, peer_memory
 from kernels.context import MeshLayout, attend_over_mesh
 from kernels.context.choose_exchange import EXCHANGES
-from tests.kernels.context_on_devices import AXES, DOCUMENTS, MASKS, SEQUENCE_SHARDINGS, Case, Sizes, compare
+from tests.kernels.context_on_devices import (
+    AXES,
+    BOUNDS,
+    DOCUMENTS,
+    MASKS,
+    SEQUENCE_SHARDINGS,
+    WILD,
+    Case,
+    Sizes,
+    compare,
+)
+from tests.kernels.contract_cases import draw_bounds
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 
@@ -36,15 +48,21 @@ def in_turn(rng, levels, num):
 def draw_cases(rng, exchange, num, *, meshes=MESHES, shardings=SEQUENCE_SHARDINGS, masks=tuple(MASKS), kernels=KERNELS):
     """Cases that an exchange serves. It meets each mesh, sharding, and kind of documents."""
     while True:
-        levels = meshes, [exchange], shardings, masks, DOCUMENTS, (True, False), (True, False), [Sizes()], kernels
+        flags = (True, False)
+        levels = meshes, [exchange], shardings, masks, DOCUMENTS, flags, flags, [Sizes()], kernels, BOUNDS
         cases = list(map(Case, *(in_turn(rng, of_field, num) for of_field in levels)))
-        if not any(map(refuses_masks_of_heads, cases)):
+        if not any(refuses_masks_of_heads(case) or refuses_positions(case) for case in cases):
             return cases
 
 
 def refuses_masks_of_heads(case):
     """Each of four heads has a mask: they can't be split, nor can four go to eight ranks."""
     return case.mask == "heads" and (case.mesh[1] > 1 or (case.exchange, case.mesh[2]) == ("all_to_all", 8))
+
+
+def refuses_positions(case):
+    """A chunked mask is evaluated on positions in documents, which tell no distances where there are bounds."""
+    return case.exchange == "halo" and case.mask == "chunked" and case.documents != "none" and case.bounds is not None
 
 
 def check(rng, cases):
@@ -109,6 +127,12 @@ def test_what_an_exchange_cannot_serve_is_refused_and_never_computed_otherwise(
         compare(rng, Case(shape, exchange, sequence_sharding, mask, "rising", True, True, implementation="reference"))
 
 
+def test_a_halo_refuses_positions_that_may_restart(rng, float64):
+    case = Case((1, 1, 2), "halo", "contiguous", "window", "none", False, False, bounds="tree", may_restart=True)
+    with pytest.raises(ValueError, match="needs positions that count up within a document, and with bounds they may"):
+        compare(rng, case)
+
+
 @pytest.fixture
 def gpus(monkeypatch):
     """A few CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
@@ -166,6 +190,36 @@ def pick(x, numbers):
 
 def is_there(x, rows, tables):
     return (jnp.arange(rows.shape[1]) < tables.num_chunks).reshape(-1, *[1] * (x.ndim - 2))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_bounds_of_queries_and_of_keys_in_any_order_are_numpys(exchange, rng, float64, gpus):
+    sharding, mask = ("zigzag", "window") if exchange == "halo" else ("balanced", "causal")
+    case = Case((1, 1, 4), exchange, sharding, mask, "rising", False, False, implementation="reference", bounds=WILD)
+    if exchange == "peer":
+        case = case._replace(sizes=Sizes(length=192), implementation=SMALL_TILES)
+    check(rng, [case])
+
+
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "halo"])
+def test_under_bounds_positions_may_restart_within_a_document(exchange, rng, float64, gpus):
+    """A window then reaches tokens that are far away in the sequence, before the query and after it."""
+    case = Case((1, 1, 4), exchange, "contiguous", "window", "rising", False, False, implementation="reference")
+    check(rng, [case._replace(bounds="tree", may_restart=True, documents=name) for name in ("rising", "none")])
+
+
+def test_bounds_within_a_shard_map_are_indices_in_the_whole_sequence(rng, float64):
+    """The arrays are those of one device then, and shorter than the sequence."""
+    x, bounds = rng.standard_normal((2, 96, 2, 4)), draw_bounds(rng, WILD, 2, 96, 96)
+    mesh = jax.make_mesh((1, 1, 4), AXES, (AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    layout, tokens = MeshLayout(mesh, ("data",), "context", "tensor"), P(None, "context")
+
+    def attend(x, bounds):
+        return attend_over_mesh(x, x, x, CausalMask(), layout, bounds=bounds)
+
+    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens, check_vma=False)
+    expected = dot_product_attention(x, x, x, CausalMask(), bounds=bounds, implementation="reference")
+    assert np.abs(jax.jit(mapped)(x, bounds) - expected).max() < 1e-12
 
 
 @pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "peer"])

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.mosaic.gpu import core
 
 from kernels import (
+    Bounds,
     CausalMask,
     FullMask,
     LocalMask,
@@ -27,7 +28,7 @@ from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
-from tests.kernels.contract_cases import has_fused_backward
+from tests.kernels.contract_cases import draw_bounds, has_fused_backward
 from tests.kernels.gpu_calls import H200, call_of
 
 ONE_GRADIENT = MosaicBackwardTuning(one_gradient_per_warpgroup=True)
@@ -297,8 +298,13 @@ def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
     lse, delta = (jnp.asarray(rng.uniform(3, 6, (2, q_len, 1)), jnp.float32) for _ in range(2))
     positions = np.sort(rng.integers(0, num_keys[:, None], (2, q_len)), axis=1).astype(np.int32)
 
+    drawn = draw_bounds(rng, "k_start k_end q_start q_end", 2, q_len, kv_len) if rng.integers(2) else Bounds()
+
     def gradients(key, value, num_keys):
-        inputs, call = make_call(query, key, value, CausalMask(), query_positions=positions, return_lse=True)
+        bounds = drawn.map(lambda bound: bound, lambda bound: bound[:, : key.shape[1]])
+        inputs, call = make_call(
+            query, key, value, CausalMask(), query_positions=positions, bounds=bounds, return_lse=True
+        )
         call, inputs = call._replace(target=H200), inputs._replace(num_keys=num_keys)
         tuning = resolve(MosaicGpuTuning(backward_tiles=tiles, interpret=True), call)
         return mosaic_gpu.bwd(inputs, call, tuning, Cotangent(d_output, lse, delta))

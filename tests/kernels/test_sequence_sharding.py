@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kernels import (
+    Bounds,
     CausalMask,
     ChunkedCausalMask,
     FullMask,
@@ -21,6 +22,8 @@ from kernels.context import (
     imbalance,
     shard_sequence,
 )
+from tests.kernels.context_on_devices import BOUNDS
+from tests.kernels.contract_cases import draw_bounds
 
 LENGTH = 131_072
 
@@ -47,12 +50,13 @@ def lengths_of_documents(rng: np.random.Generator):
     ][rng.integers(3)]
 
 
-def cost_by_hand(mask, length: int, chunk_size: int, ids, positions) -> list[int]:
-    """Pairs in the tiles with an allowed pair, row of tiles by row of tiles, on the whole matrix."""
+def cost_by_hand(mask, length: int, chunk_size: int, ids, positions, bounds) -> list[int]:
+    """Pairs in the tiles from the first to the last that a row has, less those that the keys' bounds exclude."""
     allowed = np.zeros((length, length), bool)
     for q in range(length):
         for kv in range(length):
-            allowed[q, kv] = ids[q] == ids[kv] and bool(mask(int(positions[q]), int(positions[kv])))
+            own = bounds["k_start"][q] <= kv < bounds["k_end"][q]
+            allowed[q, kv] = own and ids[q] == ids[kv] and bool(mask(int(positions[q]), int(positions[kv])))
     side = min(128, chunk_size)
     costs = []
     for chunk in range(0, length, chunk_size):
@@ -60,7 +64,10 @@ def cost_by_hand(mask, length: int, chunk_size: int, ids, positions) -> list[int
         for start in range(chunk, chunk + chunk_size, side):
             rows = allowed[start : min(start + side, chunk + chunk_size)]
             met = [kv // side for kv in np.flatnonzero(rows.any(0))]
-            pairs += len(rows) * side * (max(met) - min(met) + 1 if met else 0)
+            for tile in range(min(met), max(met) + 1) if met else ():
+                keys = slice(tile * side, (tile + 1) * side)
+                is_before = start + len(rows) <= bounds["q_start"][keys].min()
+                pairs += 0 if is_before or start >= bounds["q_end"][keys].max() else len(rows) * side
         costs.append(pairs)
     return costs
 
@@ -105,8 +112,14 @@ def test_costs_are_those_counted_by_hand_on_the_whole_matrix(rng):
         LocalMask(int(rng.integers(0, 60)), int(rng.integers(0, 60))),
     ]
     mask, weight = masks[rng.integers(len(masks))], float(rng.uniform(0.5, 3))
-    expected = cost_by_hand(mask, length, chunk_size, ids, positions)
-    found = chunk_costs({mask: weight}, length, chunk_size, segment_ids=ids, positions=positions)
+    kind = BOUNDS[rng.integers(len(BOUNDS))]
+    bounds = Bounds() if kind is None else draw_bounds(rng, kind, 1, length, length)
+    bounds = bounds.map(*[lambda bound: np.broadcast_to(bound, (1, length))[0]] * 2)
+    everything = {name: np.full(length, 0 if name.endswith("start") else length) for name in Bounds._fields}
+    expected = cost_by_hand(
+        mask, length, chunk_size, ids, positions, everything | {name: getattr(bounds, name) for name in bounds.given}
+    )
+    found = chunk_costs({mask: weight}, length, chunk_size, segment_ids=ids, positions=positions, bounds=bounds)
     np.testing.assert_allclose(found, weight * np.array(expected), rtol=1e-12)
 
 

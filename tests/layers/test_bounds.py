@@ -21,6 +21,7 @@ from kernels import (
     tree_bounds_of_parents,
     window_bounds,
 )
+from kernels.context import shard_sequence
 from layers import GPT, ActivationSharding, Attention, GPTConfig, attention_fn
 
 WINDOW = CausalMask() & LocalMask(5, 0)
@@ -190,11 +191,47 @@ def test_a_mesh_that_splits_no_sequence_gives_the_same(rng):
     assert_same(*results[::-1], 1e-4)
 
 
+def draw_tokens(rng, length):
+    """Positions that restart anywhere, and bounds that hold back some keys and some queries."""
+    positions, index = rng.integers(0, length // 2, (2, length)).astype(np.int32), np.arange(length)
+    return positions, Bounds(
+        k_start=rng.integers(0, 1 + index, (2, length)), q_end=rng.integers(index, 1 + length, (2, length))
+    )
+
+
 @pytest.mark.usefixtures("eight_devices")
-def test_a_mesh_that_splits_sequences_refuses():
-    layer = Attention(16, 2, activation_sharding=sharding_of(context=2), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"bounds are indices in whole sequences, which the mesh's context=2 splits"):
-        jax.eval_shape(lambda: layer(jnp.ones((1, 16, 16)), bounds=window_bounds(3, 16)))
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
+def test_a_mesh_that_splits_sequences_gives_the_same(rng, exchange):
+    order, inputs = shard_sequence("zigzag", 32, 4), jnp.asarray(rng.standard_normal((2, 32, 16)), jnp.float32)
+    positions, bounds = draw_tokens(rng, 32)
+
+    def attend(order, activation_sharding=None, token_order=None):
+        options = {"compute_dtype": "float32", "implementation": "reference", "rngs": nnx.Rngs(0)}
+        layer = Attention(16, 4, mask=WINDOW, activation_sharding=activation_sharding, **options)
+        own_bounds = jax.tree.map(lambda bound: bound[..., order], bounds)
+        tokens = {"positions": positions[:, order], "token_order": token_order, "bounds": own_bounds}
+        return nnx.jit(lambda layer, inputs: layer(inputs, **tokens))(layer, inputs[:, order])
+
+    sharding = dataclasses.replace(sharding_of(context=4), sequence_sharding="zigzag", exchange=exchange)
+    expected = attend(np.arange(32))[:, order]
+    np.testing.assert_allclose(attend(order, sharding, np.stack([order, order])), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="another order, and bounds but no token_order were given; pass token_order"):
+        attend(order, sharding)
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_part_of_the_sequences_gives_the_same_within_a_shard_map(rng):
+    seed, sharding = int(rng.integers(2**31)), sharding_of(context=2)
+    tokens, (positions, bounds) = rng.integers(0, 32, (2, 32)), draw_tokens(rng, 32)
+
+    def run(activation_sharding):
+        model = make_model(CONFIG, np.random.default_rng(seed), activation_sharding)
+        return lambda tokens, positions, bounds: model(tokens, None, positions, bounds=bounds)
+
+    spec = PartitionSpec(None, "context")
+    on_mesh = jax.shard_map(run(sharding), mesh=sharding.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    results = (jax.device_get(jax.jit(each)(tokens, positions, bounds)) for each in (on_mesh, run(None)))
+    assert_same(*results, 1e-4)
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])

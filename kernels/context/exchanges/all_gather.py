@@ -79,7 +79,11 @@ class _Keys(NamedTuple):
         """The kernel's inputs."""
         arrays = (inputs.key, inputs.value)
         key, value = map(self.order.gather, arrays) if self.needed is None else self.needed.gather(arrays)
-        positions, ids = inputs.query_positions, inputs.query_segment_ids
+        positions, ids, bounds = inputs.query_positions, inputs.query_segment_ids, inputs.bounds
+        if bounds is not None:
+            # The keys are whole sequences, in their order.
+            queries = self.rank.split.spans(inputs)
+            bounds = bounds.map(lambda k: k, lambda q: queries.num_before(self.order.gather(q)))
         return AttentionInputs(
             inputs.query,
             key,
@@ -89,6 +93,7 @@ class _Keys(NamedTuple):
             None if ids is None else self.order.gather(ids),
             self.rank.split.token_order(inputs) if positions is None else positions,
             arange_like(key) if positions is None else self.order.gather(positions),
+            bounds=bounds,
         )
 
     def sum_to_owners(self, arrays: tuple[Shaped[Array, "B T ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
@@ -67,6 +68,7 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
             positions,
             positions,
             inputs.token_order,
+            bounds=jax.tree.map(order.gather, inputs.bounds),
         )
 
     return bring_heads

@@ -25,8 +25,9 @@ from jaxtyping import Array, Int, Shaped
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.exchanges import halo_chunks
 from kernels.context.rank import Rank
+from kernels.context.spans import Spans
 from kernels.context.split import Split
-from kernels.masks import LocalMask, Mask
+from kernels.masks import LocalMask
 
 _TILE_KEYS = 128  # of most tiles
 
@@ -40,7 +41,9 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
         )
     if call.mask.num_heads is not None:
         return "is for one mask, since heads of different masks reach differently far"
-    reach = reach_of(call.mask)
+    if _may_restart(call):
+        return "needs positions that count up within a document, and with bounds they may restart"
+    reach = reach_of(call)
     if reach is None:
         return f"needs a mask that reaches only so far, and {call.mask!r} has no bound"
     run_length, num_runs = call.q_len // split.num_runs, split.num_ranks * split.num_runs
@@ -49,16 +52,24 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return None
 
 
-def reach_of(mask: Mask) -> tuple[int, int] | None:
+def reach_of(call: AttentionCall) -> tuple[int, int] | None:
     """How many tokens before and after its own a query may look; None if there is no such bound."""
-    left, right = reach_by_side(mask)
+    left, right = reach_by_side(call)
     return None if left is None or right is None else (left, right)
 
 
-def reach_by_side(mask: Mask) -> tuple[int | None, int | None]:
+def reach_by_side(call: AttentionCall) -> tuple[int | None, int | None]:
     """How many tokens before its own a query may look, and how many after; None for no bound."""
+    if _may_restart(call):
+        return None, None
+    mask = call.mask
     left, right = mask.window or (mask.lookback, None if mask.looks_ahead else 0)
     return None if left is None else max(left, 0), None if right is None else max(right, 0)
+
+
+def _may_restart(call: AttentionCall) -> bool:
+    """True: positions may restart within a document, as at each branch of a tree. So they tell no distances."""
+    return call.has_positions and bool(call.bounds)
 
 
 def kernel_call(call: AttentionCall, split: Split) -> AttentionCall:
@@ -185,6 +196,12 @@ class Runs(NamedTuple):
         if self.call.mask.window is None:
             query_positions = query_order if positions is None else self.cut(positions)
             key_positions = key_order if positions is None else self.with_halos(positions)
+        bounds = inputs.bounds
+        if bounds is not None:
+            queries, keys = (Spans(order[:, :1], order.shape[1]) for order in (query_order, key_order))
+            bounds = bounds.map(
+                lambda k: keys.num_before(self.cut(k)), lambda q: queries.num_before(self.with_halos(q))
+            )
         return AttentionInputs(
             self.cut(inputs.query),
             inputs.key,
@@ -194,6 +211,7 @@ class Runs(NamedTuple):
             key_ids,
             query_positions,
             key_positions,
+            bounds=bounds,
         )
 
     def _parts(self) -> list[tuple[int, Callable]]:
@@ -250,7 +268,7 @@ def halo_of(call: AttentionCall, run_length: int) -> tuple[int, int]:
 
     A kernel would pad keys to whole tiles itself, and copy all of them for that.
     """
-    reach = reach_of(call.mask)
+    reach = reach_of(call)
     assert reach is not None, "checked by unsupported_reason"
     multiple = 1 if run_length % _TILE_KEYS else _TILE_KEYS
     left, right = (-(-side // multiple) * multiple for side in reach)

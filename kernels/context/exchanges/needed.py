@@ -33,7 +33,7 @@ MOST_CHUNKS = 8192
 
 def can_leave_any(call: AttentionCall, split: Split) -> bool:
     """Whether there may be keys that no other rank needs, in chunks few enough to tell."""
-    is_bounded = call.has_segment_ids or reach_of(call.mask) is not None
+    is_bounded = call.has_segment_ids or reach_of(call) is not None
     return is_bounded and split.length // split.run_chunk <= MOST_CHUNKS
 
 
@@ -66,7 +66,7 @@ def needed_by_others(
     tokens_between = (abs(ahead) - 1) * split.run_chunk
     back, forth = (
         is_side if reach is None else is_side & (tokens_between < reach)
-        for is_side, reach in zip((ahead > 0, ahead < 0), reach_by_side(call.mask), strict=True)
+        for is_side, reach in zip((ahead > 0, ahead < 0), reach_by_side(call), strict=True)
     )
     needs = (owners[None, :, None] != owners) & (back | forth)
     if segment_ids is not None:

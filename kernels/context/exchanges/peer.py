@@ -29,6 +29,7 @@ from kernels.collectives import peer_memory
 from kernels.context.exchanges.all_gather import arange_like, kernel_call
 from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, needed_by_others
 from kernels.context.rank import Rank
+from kernels.context.spans import Spans
 from kernels.context.split import Split, take
 
 __all__ = ["bring", "bwd", "fwd", "kernel_call", "unsupported_reason"]
@@ -59,7 +60,10 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
         own = tuple(cut_into_chunks(x, split) for x in (inputs.key, inputs.value))
         whole = chunk_collectives.gather_chunks(own, tables, split.axis, call.target.num_multiprocessors)
         key, value = (x.reshape(x.shape[0], split.length, *x.shape[3:]) for x in whole)
-        ids, positions = inputs.query_segment_ids, inputs.query_positions
+        ids, positions, bounds = inputs.query_segment_ids, inputs.query_positions, inputs.bounds
+        if bounds is not None:
+            queries = split.spans(inputs)
+            bounds = bounds.map(keys.spans.num_before, lambda q: queries.num_before(keys.gather(q)))
         return inputs._replace(
             key=key,
             value=value,
@@ -67,6 +71,7 @@ def bring(rank: Rank) -> Callable[[AttentionInputs], AttentionInputs]:
             query_positions=keys.order_of_own if positions is None else positions,
             key_value_positions=arange_like(key) if positions is None else keys.gather(positions),
             num_keys=keys.num_keys[:, None] if keys.is_compact else None,
+            bounds=bounds,
         )
 
     return bring_keys
@@ -91,6 +96,7 @@ class GatheredKeys(NamedTuple):
       split: of the sequences.
       is_compact: whether the chunks that a rank holds or needs come first, and the slots after them may hold anything.
         Otherwise all chunks are there, in the sequence's order.
+      chunks: which chunk of the sequence each is, by rank.
       is_needed: whether each rank, the first dimension, needs each chunk that it doesn't hold, by rank.
       order: the chunk in each of this rank's slots, by rank.
       slots: the slot of each chunk on rank 0, on rank 1, and so on, by rank.
@@ -99,6 +105,7 @@ class GatheredKeys(NamedTuple):
 
     split: Split
     is_compact: bool
+    chunks: Int[Array, "B C"]
     is_needed: Bool[Array, "R B C"]
     order: Int[Array, "B C"]
     slots: Int[Array, "R B C"]
@@ -116,7 +123,7 @@ class GatheredKeys(NamedTuple):
         order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_all), axis=-1).astype(jnp.int32)
         slots = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
         here, num_chunks = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
-        return GatheredKeys(split, is_compact, is_needed, order[here], slots, num_chunks[here])
+        return GatheredKeys(split, is_compact, chunks, is_needed, order[here], slots, num_chunks[here])
 
     @property
     def num_keys(self) -> Int[Array, " B"]:
@@ -129,6 +136,13 @@ class GatheredKeys(NamedTuple):
         length = self.split.run_chunk
         first = self._own(self.slots[self._rank]) * length
         return (first[..., None] + jnp.arange(length, dtype=jnp.int32)).reshape(first.shape[0], -1)
+
+    @property
+    def spans(self) -> Spans:
+        """Where this rank's keys lie in the sequence; past its end, what comes after the last key."""
+        length, slots = self.split.run_chunk, jnp.arange(self.order.shape[1], dtype=jnp.int32)
+        starts = jnp.take_along_axis(self.chunks, self.order, axis=1) * length
+        return Spans(jnp.where(slots < self.num_chunks[:, None], starts, self.split.length), length)
 
     def gather(self, x: Shaped[Array, "B t"]) -> Shaped[Array, "B T"]:
         """A number of each token, in the order of this rank's keys; past the last key, the last key's.

@@ -27,27 +27,35 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.context.exchanges.halo import reach_by_side
 from kernels.context.exchanges.needed import may_share_documents
 from kernels.context.rank import Rank
+from kernels.context.spans import Spans
 from kernels.context.split import Split
+from kernels.masks import Bounds
 from kernels.tracing.mesh_axes import manual_axes
 
 _Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 
 
 class _TravellingKeys(NamedTuple):
-    """The keys of one rank, with their documents and positions."""
+    """The keys of one rank, with their documents, positions and bounds, and where they lie in the sequence."""
 
     key: Array
     value: Array
     segment_ids: Int[Array, "B t"] | None
     positions: Int[Array, "B t"]
+    bounds: Bounds | None
+    spans: Spans | None
 
     @staticmethod
     def of(inputs: AttentionInputs, split: Split) -> _TravellingKeys:
         """This rank's own keys."""
         positions = split.token_order(inputs) if inputs.query_positions is None else inputs.query_positions
-        return _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
+        bounds, spans = inputs.bounds, None
+        if bounds is not None:
+            bounds, spans = bounds._replace(k_start=None, k_end=None), split.spans(inputs)
+        return _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions, bounds, spans)
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -98,6 +106,13 @@ def bwd(inputs: AttentionInputs, rank: Rank, cotangent: Cotangent) -> Gradients:
 
 
 def _kernel_inputs(inputs: AttentionInputs, own: _TravellingKeys, keys: _TravellingKeys) -> AttentionInputs:
+    bounds = inputs.bounds
+    if bounds is not None:
+        assert keys.bounds is not None, "the bounds of keys travel with them"
+        assert keys.spans is not None, "so do their spans"
+        assert own.spans is not None, "the call has bounds"
+        bounds = bounds._replace(q_start=keys.bounds.q_start, q_end=keys.bounds.q_end)
+        bounds = bounds.map(keys.spans.num_before, own.spans.num_before)
     return AttentionInputs(
         inputs.query,
         keys.key,
@@ -107,6 +122,7 @@ def _kernel_inputs(inputs: AttentionInputs, own: _TravellingKeys, keys: _Travell
         keys.segment_ids,
         own.positions,
         keys.positions,
+        bounds=bounds,
     )
 
 
@@ -176,13 +192,8 @@ class Ring(NamedTuple):
 
 def num_hops(call: AttentionCall, split: Split) -> int:
     """Ranks whose keys a rank's queries may attend to, its own among them."""
-    lookback = call.mask.lookback
-    if (
-        split.sequence_sharding != "contiguous"
-        or call.mask.num_heads is not None
-        or call.mask.looks_ahead
-        or lookback is None
-    ):
+    lookback, ahead = reach_by_side(call)
+    if split.sequence_sharding != "contiguous" or call.mask.num_heads is not None or ahead != 0 or lookback is None:
         return split.num_ranks
     return min(split.num_ranks, 1 + -(-lookback // call.q_len))
 
@@ -215,7 +226,7 @@ def documents_bound_hops(call: AttentionCall, split: Split) -> bool:
     return (
         call.has_segment_ids
         and split.sequence_sharding == "contiguous"
-        and not call.mask.looks_ahead
+        and reach_by_side(call)[1] == 0
         and num_hops(call, split) > 1
     )
 
