@@ -67,9 +67,10 @@ class SequenceSharder:
         """The sequence's arrays in the order of the ranks, and `token_order`; `contiguous` changes and adds nothing."""
         if self.sequence_sharding == "contiguous":
             return sequence
+        q_end: Any = sequence.get("q_end")
         if self.sequence_sharding == "zigzag" or not self.keep_documents_apart:
             token_order = self._same_order
-        elif (q_end := sequence.get("q_end")) is None:
+        elif q_end is None:
             token_order = self._order_of(segment_ids=sequence["segment_ids"], positions=sequence["positions"])
         else:  # positions restart at each branch of a tree; by indices, its cost is about right
             token_order = self._order_of(segment_ids=sequence["segment_ids"], bounds=Bounds(q_end=q_end))
