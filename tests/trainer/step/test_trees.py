@@ -118,7 +118,7 @@ def assert_close(found, expected, scale):
         (MeshConfig(), {}),
         (MeshConfig(data=2, tensor=2), {}),
         (MeshConfig(fsdp=2, context=2), {"sequence_sharding": "balanced"}),
-        (MeshConfig(context=4), {"sequence_sharding": "zigzag", "exchange": "ring"}),
+        (MeshConfig(context=4), {"sequence_sharding": "zigzag", "exchange": "all_gather"}),
         (MeshConfig(context=4), {"sequence_sharding": "contiguous", "exchange": "all_to_all"}),
     ],
     ids=["one device", "mesh", "balanced", "zigzag", "contiguous"],
