@@ -347,11 +347,6 @@ class TrainConfig:
                 f"model.masks holds {self.model.scheduled_window!r}, which training narrows by bounds, and "
                 f"mesh.context={self.mesh.context} refuses bounds; set mesh.context to 1, or use LocalMask"
             )
-        if self.data.source == "trees" and self.mesh.context > 1:
-            raise ValueError(
-                f"data.source='trees' has subtrees in whole sequences, which mesh.context={self.mesh.context} splits; "
-                "set mesh.context to 1"
-            )
         if self.data.source == "trees" and self.model.scheduled_window is not None:
             raise ValueError(
                 f"model.masks holds {self.model.scheduled_window!r}, which counts tokens of the sequence, and "

@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Shaped
 
-from kernels import Mask
+from kernels import Bounds, Mask
 from kernels.context import SequenceSharding, check_sequence_sharding, shard_sequence
 from trainer.config import TrainConfig
 
@@ -66,23 +67,21 @@ class SequenceSharder:
         """The sequence's arrays in the order of the ranks, and `token_order`; `contiguous` changes and adds nothing."""
         if self.sequence_sharding == "contiguous":
             return sequence
-        is_same = self.sequence_sharding == "zigzag" or not self.keep_documents_apart
-        token_order = self._same_order if is_same else self._order_of(sequence["segment_ids"], sequence["positions"])
+        q_end: Any = sequence.get("q_end")
+        if self.sequence_sharding == "zigzag" or not self.keep_documents_apart:
+            token_order = self._same_order
+        elif q_end is None:
+            token_order = self._order_of(segment_ids=sequence["segment_ids"], positions=sequence["positions"])
+        else:  # positions restart at each branch of a tree; by indices, its cost is about right
+            token_order = self._order_of(segment_ids=sequence["segment_ids"], bounds=Bounds(q_end=q_end))
         return {name: array[token_order] for name, array in sequence.items()} | {"token_order": token_order}
 
     @cached_property
     def _same_order(self) -> Int32[np.ndarray, " T"]:
         """The token order of every sequence, if it doesn't depend on the documents."""
-        return self._order_of(None, None)
+        return self._order_of()
 
-    def _order_of(
-        self, segment_ids: Int32[np.ndarray, " T"] | None, positions: Int32[np.ndarray, " T"] | None
-    ) -> Int32[np.ndarray, " T"]:
+    def _order_of(self, **of_tokens: Any) -> Int32[np.ndarray, " T"]:
         return shard_sequence(
-            self.sequence_sharding,
-            self.sequence_length,
-            self.num_ranks,
-            masks=self.masks,
-            segment_ids=segment_ids,
-            positions=positions,
+            self.sequence_sharding, self.sequence_length, self.num_ranks, masks=self.masks, **of_tokens
         )

@@ -1,5 +1,6 @@
 """Trees: each target once, after the tokens of its branch, with its weight; what is split, saved and refused."""
 
+import dataclasses
 import gzip
 import json
 from collections import Counter
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import ScheduledWindow
 from layers import GPTConfig
-from trainer.config import DataConfig, MeshConfig, SourceConfig, TrainConfig
+from trainer.config import DataConfig, SourceConfig, TrainConfig
 from trainer.data import ByteTokenizer, DataError
 from trainer.data.batches import make_train_iterator
 from trainer.data.documents import Delimiters
@@ -230,8 +232,9 @@ def test_a_config_refuses_what_trees_cannot_have():
         DataConfig(**data, keep_documents_apart=False)
     with pytest.raises(ValueError, match=r"'a': format='trees' isn't drawn in a mixture.*set data.source to trees"):
         SourceConfig("a", ("trees.jsonl",), "trees")
-    with pytest.raises(ValueError, match=r"subtrees in whole sequences, which mesh.context=2 splits"):
-        TrainConfig("trees", MODEL, 1000, data=DataConfig(**data), mesh=MeshConfig(context=2))
+    window = dataclasses.replace(MODEL, masks=(ScheduledWindow(4, 8, 10),))
+    with pytest.raises(ValueError, match=r"model.masks holds ScheduledWindow.*which counts tokens of the sequence"):
+        TrainConfig("trees", window, 1000, data=DataConfig(**data))
 
 
 @pytest.fixture

@@ -310,11 +310,15 @@ def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tm
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"keep_documents_apart": True}, {"keep_documents_apart": False}, {"source": "trees"}],
-    ids=["apart", "as one", "trees"],
+    ("changes", "window"),
+    [
+        ({}, LocalMask(63, 0)),
+        ({}, ScheduledWindow(16, 64, 10)),
+        ({"keep_documents_apart": False}, LocalMask(63, 0)),
+        ({"source": "trees"}, LocalMask(63, 0)),
+    ],
+    ids=["documents", "scheduled", "as one", "trees"],
 )
-@pytest.mark.parametrize("window", [LocalMask(63, 0), ScheduledWindow(16, 64, 10)], ids=["fixed", "scheduled"])
 def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, changes, window):
     """The plan is made from the config, ahead of tracing; here the tracing is watched, and must agree."""
     from kernels.attention import dispatch
@@ -327,10 +331,6 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
         query_scale=0.3,
     )
     data = dataclasses.replace(config.data, **changes)
-    if data.source == "trees" and model.scheduled_window is not None:
-        with pytest.raises(ValueError, match=r"model.masks holds ScheduledWindow.*use LocalMask"):
-            dataclasses.replace(config, model=model, data=data)
-        return
     config = dataclasses.replace(config, model=model, data=data)
     seen = []
     choose = dispatch.select_backend

@@ -8,11 +8,12 @@ from kernels import CausalMask, ChunkedCausalMask, LocalMask
 from layers import GPTConfig
 from tests.trainer.data.test_trees import load_trees
 from tests.trainer.step.sharded_steps import FLOAT64, SIZES
-from trainer.config import DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.data import BatchShare
+from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.data import BatchShare, SequenceSharder
 from trainer.data.tree_packing import pack
 from trainer.step.functions import make_step_functions
 from trainer.step.global_batch import indices_of_process, make_global_batch
+from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
 
 BEGIN = END = 256
@@ -72,7 +73,7 @@ def rows_of_branches(branches):
     return batch | {"target_mask": batch["weights"] != 0}
 
 
-def run(batch, mesh, source):
+def run(batch, mesh, source, **context):
     """The gradient, the parameters after a step, the sums of the loss, and the weighted loss of each target."""
     config = TrainConfig(
         name="trees",
@@ -85,9 +86,14 @@ def run(batch, mesh, source):
         optimizer=OptimizerConfig(num_warmup_steps=1, epsilon=1e-5),
         loss=LossConfig(chunk_size=40, z_loss=1e-2),
         mesh=mesh,
+        context=ContextConfig(**context),
     )
-    functions = make_step_functions(config, make_mesh(mesh))
+    plan = make_plan(config, make_mesh(mesh))
+    functions = make_step_functions(config, make_mesh(mesh), plan)
     sharding = batch_sharding(functions.mesh)
+    shard = SequenceSharder.of(config, plan.sequence_sharding)
+    rows = [shard({name: array[row] for name, array in batch.items()}) for row in range(config.batch_size)]
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     indices = indices_of_process(sharding, config.batch_size, LENGTH)
     share = BatchShare(
         {name: array[list(indices)] for name, array in batch.items()}, indices, (np.zeros(0),) * config.batch_size
@@ -106,8 +112,18 @@ def assert_close(found, expected, scale):
 
 
 @pytest.mark.usefixtures("eight_devices", "float64")
-@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2, fsdp=1)], ids=["one device", "mesh"])
-def test_a_step_on_trees_is_one_on_branches(rng, tmp_path, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "context"),
+    [
+        (MeshConfig(), {}),
+        (MeshConfig(data=2, tensor=2), {}),
+        (MeshConfig(fsdp=2, context=2), {"sequence_sharding": "balanced"}),
+        (MeshConfig(context=4), {"sequence_sharding": "zigzag", "exchange": "all_gather"}),
+        (MeshConfig(context=4), {"sequence_sharding": "contiguous", "exchange": "all_to_all"}),
+    ],
+    ids=["one device", "mesh", "balanced", "zigzag", "contiguous"],
+)
+def test_a_step_on_trees_is_one_on_branches(rng, tmp_path, mesh, context):
     lines = []
     while len(lines) < 8:
         tree = draw_tree(rng)
@@ -119,7 +135,7 @@ def test_a_step_on_trees_is_one_on_branches(rng, tmp_path, mesh):
     trees = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     assert packed.sharing()["num_tokens_saved"] > 0
     branches = rows_of_branches([branch for line in lines for branch in branches_of(line)])
-    *of_trees, sums, losses = run(trees, mesh, {"source": "trees", "files": ("trees.jsonl",)})
+    *of_trees, sums, losses = run(trees, mesh, {"source": "trees", "files": ("trees.jsonl",)}, **context)
     *of_branches, expected_sums, expected_losses = run(branches, MeshConfig(), {})
     for ours, theirs in zip(jax.tree.leaves(of_trees), jax.tree.leaves(of_branches), strict=True):
         assert_close(ours, theirs, np.abs(theirs).max())
