@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, W width, N query heads, K key/value heads, H head dim
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.context import attend_over_mesh
 from kernels.masks import require_mask
+from kernels.masks.bounds import OF_KEYS, BoundName
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
 from layers.config import QKNorm
@@ -187,8 +189,8 @@ class Attention(nnx.Module):
           token_order: each token's index in the sequence, if `activation_sharding` shards it in another order, as
             `kernels.context.shard_sequence` does with its own chunk size.
           bounds: the keys that each query may attend to, beside what the mask and the documents allow, as data
-            (`kernels.Bounds`). Positions may then restart within a document, as at each branch of a tree: a mask that
-            doesn't look ahead still allows no token that is later in the sequence.
+            (`kernels.Bounds`). Beside `q_start` or `q_end` positions may restart within a document, as at each branch
+            of a tree: a mask that doesn't look ahead still allows no token that is later in the sequence.
 
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
@@ -202,7 +204,7 @@ class Attention(nnx.Module):
                 length, token_order if positions is None else positions, context_length=context_length
             )
         query, key, value = self._project(inputs, rotation)
-        if positions is not None and means_indices(self.mask, has_bounds=bounds is not None):
+        if positions is not None and means_indices(self.mask, () if bounds is None else bounds.given):
             positions = None
         elif positions is not None and bounds is not None and not self.mask.looks_ahead:
             bounds = self._without_later_tokens(bounds, inputs.shape[0], inputs.shape[1], token_order)
@@ -381,11 +383,15 @@ class Attention(nnx.Module):
         )
 
 
-def means_indices(mask: Mask, *, has_bounds: bool) -> bool:
+def means_indices(mask: Mask, bounds: Sequence[BoundName]) -> bool:
     """True if a mask may be evaluated on indices in the sequence, in the place of positions.
 
     They are known ahead of time, so that the kernel plans its tiles then. Positions count up by one within a document,
-    where a mask that depends on kv − q alone gives the same answer. With bounds they may restart within one, as at each
-    branch of a tree, and a window counts positions.
+    where a mask that depends on kv − q alone gives the same answer. With bounds of keys they may restart within one, as
+    at each branch of a tree, and a window counts positions.
+
+    Args:
+      bounds: names of those that are given.
     """
-    return mask.translation_invariant and (not has_bounds or mask in (CausalMask(), FullMask()))
+    may_restart = not set(OF_KEYS).isdisjoint(bounds)
+    return mask.translation_invariant and (not may_restart or mask in (CausalMask(), FullMask()))

@@ -344,8 +344,8 @@ class TrainConfig:
             )
         if self.mesh.context > 1 and self.model.scheduled_window is not None:
             raise ValueError(
-                f"model.masks holds {self.model.scheduled_window!r}, which training narrows by bounds, and "
-                f"mesh.context={self.mesh.context} refuses bounds; set mesh.context to 1, or use LocalMask"
+                f"model.masks holds {self.model.scheduled_window!r}, which counts the tokens that a device has, and "
+                f"mesh.context={self.mesh.context} splits sequences; set mesh.context to 1, or use LocalMask"
             )
         if self.data.source == "trees" and self.model.scheduled_window is not None:
             raise ValueError(

@@ -193,10 +193,10 @@ def attention_call(config: TrainConfig, layer: LayerConfig, target: Target) -> A
     scale = 1 / math.sqrt(layer.head_dim) if model.query_scale is None else model.query_scale
     of_window: tuple[BoundName, ...] = () if mask.scheduled_window is None else ("k_start",)
     of_trees: tuple[BoundName, ...] = ("q_end",) if config.data.source == "trees" else ()
-    has_bounds = bool(of_window or of_trees)
-    has_positions = config.data.keep_documents_apart and not means_indices(mask, has_bounds=has_bounds)
+    bounds = (*of_window, *of_trees)
+    has_positions = config.data.keep_documents_apart and not means_indices(mask, bounds)
     # On positions the layer has bounds keep a mask that doesn't look ahead from later tokens.
-    of_layer: tuple[BoundName, ...] = ("q_start",) if has_bounds and has_positions and not mask.looks_ahead else ()
+    of_layer: tuple[BoundName, ...] = ("q_start",) if bounds and has_positions and not mask.looks_ahead else ()
     return AttentionCall(
         batch=config.batch_size // config.gradient_accumulation // (mesh.data * mesh.fsdp),
         q_len=config.sequence_length // mesh.context,

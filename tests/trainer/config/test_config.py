@@ -129,7 +129,7 @@ def test_the_edges_of_what_is_allowed():
                 "model": dataclasses.replace(MODEL, masks=(CausalMask(), ScheduledWindow(2, 8, 10))),
                 "mesh": MeshConfig(context=2),
             },
-            r"ScheduledWindow\(start=2.*and mesh\.context=2 refuses bounds; set mesh\.context to 1, or use LocalMask",
+            r"ScheduledWindow\(start=2.*and mesh\.context=2 splits sequences; set mesh\.context to 1, or use LocalMask",
         ),
     ],
 )

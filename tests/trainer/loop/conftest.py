@@ -39,7 +39,7 @@ def make_loop(config, tmp_path, watched_console):
             validation_digest="",
             batches=EndlessBatches(),
             put=lambda batch: batch,
-            flops=SimpleNamespace(of_documents=lambda _: StepFlops(1, 2)),
+            flops=SimpleNamespace(of_documents=lambda lengths, step: StepFlops(1, 2)),
             devices=[None],
             peak_flops_per_s=1e12,
         )

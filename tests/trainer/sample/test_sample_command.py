@@ -116,7 +116,7 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
     )
     lines = ConsoleLines(Console(printed))
     evaluator = Evaluator(setup, TimeAccount(time.perf_counter()), lines, SimpleNamespace(requested=False))
-    evaluator.evaluate_if_due(60, lambda params, batch: (4.0, 2), trained.state)
+    evaluator.evaluate_if_due(60, lambda params, batch, step: (4.0, 2), trained.state)
     validation, texts = printed.getvalue().split("\n", 1)
     assert validation == "step 60: validation 2.0000 nats/token, 2.8854 bits/byte"
     # Five bytes more, fewer where the document ends; a prompt as long as the context gets one.
