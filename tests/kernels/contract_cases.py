@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -143,6 +144,21 @@ def _spoil(rng: np.random.Generator, query, key, value, sinks):
 
 CAUSAL, WINDOW = CausalMask(), CausalMask() & LocalMask(20, 0)
 
+EVERYTHING = Case(
+    "everything",
+    CAUSAL & (LocalMask(30, 0) | PrefixMask(5)),
+    num_heads=6,
+    num_kv_heads=2,
+    q_len=61,
+    kv_len=85,
+    value_dim=8,
+    scale=0.3,
+    logits_soft_cap=3.0,
+    sinks=True,
+    segments="packed",
+    positions="permuted",
+)
+
 CASES = [
     Case("no_mask"),
     Case("causal", CAUSAL),
@@ -183,20 +199,7 @@ CASES = [
     Case("context_shard", WINDOW, q_len=32, positions="offset"),
     Case("chunked_shard", ChunkedCausalMask(25), q_len=32, positions="offset"),
     Case("permuted_positions", WINDOW | PrefixMask(10), positions="permuted"),
-    Case(
-        "everything",
-        CAUSAL & (LocalMask(30, 0) | PrefixMask(5)),
-        num_heads=6,
-        num_kv_heads=2,
-        q_len=61,
-        kv_len=85,
-        value_dim=8,
-        scale=0.3,
-        logits_soft_cap=3.0,
-        sinks=True,
-        segments="packed",
-        positions="permuted",
-    ),
+    EVERYTHING,
     Case("all_bounds", bounds="k_start k_end q_start q_end"),
     Case("bounds_of_queries", CAUSAL, bounds="k_start k_end", num_kv_heads=2, sinks=True),
     Case("bounds_of_keys", LocalMask(40, 30), bounds="q_start q_end", q_len=83, kv_len=97),
@@ -207,20 +210,8 @@ CASES = [
     Case("image_blocks", bounds="blocks", num_kv_heads=1),
     Case("bounds_of_a_gap", CAUSAL & ~LocalMask(50, -20), bounds="k_start q_end"),
     Case("bounds_per_head", MultiHeadMask([CAUSAL, WINDOW, CAUSAL, FullMask()]), bounds="k_start k_end q_start q_end"),
-    Case(
-        "everything_bounded",
-        CAUSAL & LocalMask(30, 0),
-        num_heads=6,
-        num_kv_heads=2,
-        q_len=61,
-        kv_len=85,
-        value_dim=8,
-        scale=0.3,
-        logits_soft_cap=3.0,
-        sinks=True,
-        segments="packed",
-        positions="permuted",
-        bounds="k_start k_end q_start q_end",
+    dataclasses.replace(
+        EVERYTHING, name="everything_bounded", mask=CAUSAL & LocalMask(30, 0), bounds="k_start k_end q_start q_end"
     ),
 ]
 
