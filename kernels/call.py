@@ -152,27 +152,9 @@ def make_call(
 
     `sequence_length` is that of the sequences that the bounds are indices in, if these are longer than the arrays.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        if array.ndim != 4:
-            raise ValueError(f"{name} must be [batch, length, heads, head_dim], got shape {array.shape}")
-        if 0 in array.shape:
-            raise ValueError(f"{name} of shape {array.shape} has no elements")
-        if array.dtype != query.dtype or array.dtype not in FLOATING_DTYPES:
-            raise ValueError(
-                f"query, key and value must share one dtype of {', '.join(map(str, FLOATING_DTYPES))}, got "
-                f"{query.dtype}, {key.dtype}, {value.dtype}; cast them"
-            )
+    query, key, value = _checked_matrices(query, key, value)
     batch, q_len, num_heads, head_dim = query.shape
     _, kv_len, num_kv_heads, value_dim = value.shape
-    if key.shape != (batch, kv_len, num_kv_heads, head_dim) or value.shape[0] != batch:
-        raise ValueError(
-            f"query {query.shape}, key {key.shape}, value {value.shape} don't fit together; expected "
-            "[B, T, N, H], [B, S, K, H], [B, S, K, V]"
-        )
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-
     has_query_positions, has_key_value_positions = query_positions is not None, key_value_positions is not None
     has_positions = has_query_positions or has_key_value_positions
     mask = checked_mask(mask, num_heads)
@@ -230,6 +212,31 @@ def make_call(
         bounds=() if bounds is None else bounds.given,
     )
     return vary(inputs, axes), call
+
+
+def _checked_matrices(query, key, value) -> tuple[Array, Array, Array]:
+    """Query, key and value as arrays that fit together."""
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if array.ndim != 4:
+            raise ValueError(f"{name} must be [batch, length, heads, head_dim], got shape {array.shape}")
+        if 0 in array.shape:
+            raise ValueError(f"{name} of shape {array.shape} has no elements")
+        if array.dtype != query.dtype or array.dtype not in FLOATING_DTYPES:
+            raise ValueError(
+                f"query, key and value must share one dtype of {', '.join(map(str, FLOATING_DTYPES))}, got "
+                f"{query.dtype}, {key.dtype}, {value.dtype}; cast them"
+            )
+    batch, _, num_heads, head_dim = query.shape
+    _, kv_len, num_kv_heads, _ = value.shape
+    if key.shape != (batch, kv_len, num_kv_heads, head_dim) or value.shape[0] != batch:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape}, value {value.shape} don't fit together; expected "
+            "[B, T, N, H], [B, S, K, H], [B, S, K, V]"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    return query, key, value
 
 
 def checked_mask(mask: Mask | None, num_heads: int) -> Mask:
