@@ -64,8 +64,13 @@ def test_no_pair_is_lost_and_full_is_true(names, mask, rng):
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_a_walk_visits_what_the_counts_say(transposed, rng):
-    names = " ".join(OF_QUERIES if transposed else OF_KEYS)
-    inputs, call = call_of(CausalMask(), 300, 300, draw_bounds(rng, f"{names} k_start", 2, 300, 300))
+    def drawn(low, high):
+        """[2, 300] One number for 50 tokens at a time, so that there are FULL tiles whatever is drawn."""
+        return np.repeat(rng.integers(low, high, (2, 6)), 50, axis=1)
+
+    start, end = OF_QUERIES if transposed else OF_KEYS
+    bounds = Bounds(k_start=drawn(0, 30))._replace(**{start: drawn(0, 30), end: drawn(150, 301)})
+    inputs, call = call_of(CausalMask(), 300, 300, bounds)
     rows = counted(make_rows(inputs, call, 16, 16, transposed=transposed))
     kinds = [kinds_of(rows._replace(counts=None), b, 19) for b in range(2)]
     assert any((each == TileKind.FULL).any() for each in kinds)
