@@ -35,7 +35,8 @@ def tiles_within_bounds(
         names, block, other_block, other_length = OF_QUERIES, block_q, block_kv, call.kv_len
     if not set(names) & set(call.bounds):
         return None
-    starts, ends = (getattr(inputs.bounds, name) for name in names)
+    # The barrier is that of `document_intervals`: XLA may make one wrong kernel of the reductions of several plans.
+    starts, ends = jax.lax.optimization_barrier(tuple(getattr(inputs.bounds, name) for name in names))
     zero = jnp.zeros((), jnp.int32)
     lowest, highest = (zero, zero) if starts is None else extents(starts, block)
     least, greatest = (zero + other_length,) * 2 if ends is None else extents(ends, block)

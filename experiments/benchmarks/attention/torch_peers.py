@@ -72,7 +72,8 @@ def _scaled_dot_product(backend: str, problem: Problem) -> Callable[..., Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     window = problem.case.mask.window
-    if problem.tokens != (None, None) or window not in ((None, None), (None, 0)):
+    has_tokens = problem.segment_ids is not None or problem.bounds is not None
+    if has_tokens or window not in ((None, None), (None, 0)):
         raise ValueError(f"has full and causal masks of one document only, not {problem.case.mask!r}")
 
     def attend(*inputs, enable_gqa: bool):

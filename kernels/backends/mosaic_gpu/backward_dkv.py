@@ -96,11 +96,10 @@ def _load(context: DkvContext) -> None:
 
     def copy_tile(step, found=None):
         slot = barriers.q.slot(step)
-        one_head = context.call.group_size == 1
-        if found is not None:
-            head, number, rank = context.walked_query_tile(step, found)
+        if context.call.group_size == 1 and found is None:
+            head, number, rank = block.head, tiles.tile(step), step
         else:
-            head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
+            head, number, rank = context.query_tile(step, found)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these numbers, and so need no registers for them.

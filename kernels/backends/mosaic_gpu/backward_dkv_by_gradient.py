@@ -102,7 +102,7 @@ def _load(context: ByGradientContext) -> None:
 
     def copy_tile(step, found=None):
         slot = barriers.q.slot(step)
-        head, number, _ = context.query_tile(step) if found is None else context.walked_query_tile(step, found)
+        head, number, _ = context.query_tile(step, found)
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
         q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)

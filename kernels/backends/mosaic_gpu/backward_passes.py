@@ -86,15 +86,18 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
     num_steps: jax.Array  # number of tiles of all heads
     last_num_steps: Any = 0  # num_steps of the program's block before this one; 0 for the first
 
-    def query_tile(self, step) -> tuple[Any, Any, Any]:
+    def query_tile(self, step, found: tuple[Any, Any] | None = None) -> tuple[Any, Any, Any]:
         """The query tile of a step: its head, its number in that head, and its rank among the block's tiles there.
+
+        Where the producer walks the tiles, it has found the rank and the number.
 
         All tiles of one of the group's heads come before the next head's. So programs that run at the same time read
         the same head, and share its tiles in the L2 cache.
         """
         member = jax.lax.div(step, self.tiles.num_tiles)
-        rank = step - member * self.tiles.num_tiles
-        return self.block.head * self.call.group_size + member, self.tiles.tile(rank), rank
+        rank = step - member * self.tiles.num_tiles if found is None else found[0]
+        head = self.block.head * self.call.group_size + member
+        return head, self.tiles.tile(rank) if found is None else found[1], rank
 
     def for_each_tile(self, copy: Callable[..., None]) -> None:
         """Producer: calls `copy(step)` for each step; where it walks the tiles, `copy(step, (rank, tile))`."""
@@ -102,12 +105,6 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
             pl.loop(0, self.num_steps)(copy)
         else:
             self.tiles.walk(self.num_steps, lambda step, rank, tile: copy(step, (rank, tile)))
-
-    def walked_query_tile(self, step, found: tuple[Any, Any]) -> tuple[Any, Any, Any]:
-        """As `query_tile`, of a tile that was found."""
-        rank, tile = found
-        member = jax.lax.div(step, self.tiles.num_tiles)
-        return self.block.head * self.call.group_size + member, tile, rank
 
     def load_keys_and_values(self, keys_full, values_full) -> None:
         """Starts to copy the block's keys and values; each arrives at its barrier."""

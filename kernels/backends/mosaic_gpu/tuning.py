@@ -276,12 +276,14 @@ def backward_form(tuning: MosaicGpuTuning, call: AttentionCall) -> Literal["fuse
     if not tuning.may_fuse:
         return "split"
     forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
-    return tuning.backward or forms[_nearest_key(forms, call, at_least=_wide_values(call))]
+    return tuning.backward or forms[_nearest_key(forms, call, packed=_is_packed(call), at_least=_wide_values(call))]
 
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     """The nearest call's tiles; where blocks are few, maybe those found for such calls, which keep the GPU busier."""
-    key = _nearest_key(FORWARD, call, at_least=_wide_values(call))
+    # Rows with holes are of unequal length, as those of documents are.
+    packed = _is_packed(call) or bool(call.bounds)
+    key = _nearest_key(FORWARD, call, packed=packed, at_least=_wide_values(call))
     best = FORWARD[key]
     least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
     # Windows have blocks of equal, little work, of which there are seldom few.
@@ -301,7 +303,7 @@ def _backward_tiles(form: Literal["fused", "split"], call: AttentionCall) -> Mos
     Blocks of keys that several heads of queries share are long, as in long rows.
     """
     table = FUSED if form == "fused" else SPLIT
-    tiles = table[_nearest_key(table, call)]
+    tiles = table[_nearest_key(table, call, packed=_is_packed(call))]
     return dataclasses.replace(tiles, persistent=tiles.persistent and call.group_size == 1)
 
 
@@ -310,12 +312,13 @@ def _wide_values(call: AttentionCall) -> int:
     return call.value_dim if call.value_dim > MAX_EQUAL_HEAD_DIM else 0
 
 
-def _nearest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: int = 0) -> TunedCall:
+def _is_packed(call: AttentionCall) -> bool:
+    """True for documents, and for positions, which take as much shared memory as segment ids do."""
+    return call.has_segment_ids or call.has_positions
+
+
+def _nearest_key(table: Mapping[TunedCall, Any], call: AttentionCall, *, packed: bool, at_least: int = 0) -> TunedCall:
     """The next head dim from `at_least` on, if possible of the same family, and then of the nearest length."""
-    # Positions take as much shared memory as segment ids do.
-    packed = call.has_segment_ids or call.has_positions
-    # Rows with holes, too, are of unequal length. The backward's blocks of keys are as their static mask's.
-    packed |= table is FORWARD and bool(call.bounds)
     tuned_call = TunedCall.of(call.mask, call.q_len, (call.head_dim, call.value_dim), packed=packed)
     head_dim = max(tuned_call.head_dim, at_least)
     family = tuned_call.family
