@@ -105,7 +105,9 @@ class MixtureIterator(TrainIterator):
     ):
         assert {source.name for source in sources} <= corpus.sources.keys(), "phases have the run's sources"
         self._corpus, self._sources, self._on_progress = corpus, sources, on_progress
-        self._num_targets = {name: each.train.num_targets for name, each in corpus.sources.items()}
+        self._num_targets = {
+            name: each.train.within(sequence_length).num_targets for name, each in corpus.sources.items()
+        }
         self._sequence_length, self._seed, self._open_batches = sequence_length, seed, open_batches
         # A mixture has no epochs: this is how many sequences its documents fill, for who goes on without a mixture.
         num_sequences = -(-corpus.train.num_tokens // sequence_length)
