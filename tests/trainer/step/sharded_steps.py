@@ -27,7 +27,7 @@ def make_batch(rng):
     return {
         "tokens": rng.integers(0, VOCAB_SIZE, (BATCH_SIZE, LENGTH)).astype(np.int32),
         "targets": rng.integers(0, VOCAB_SIZE, (BATCH_SIZE, LENGTH)).astype(np.int32),
-        "target_mask": segment_ids != 0,
+        "weights": (segment_ids != 0).astype(np.float32),
         "segment_ids": segment_ids,
         "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH_SIZE, 1)),
     }
