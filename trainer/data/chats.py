@@ -44,17 +44,17 @@ class ChatSpans:
         bounds = np.clip(np.append(begins[first : last + 1], stop), start, stop)
         return np.repeat(self.spans["weight"][first : last + 1], np.diff(bounds))
 
-    def cut(self, start: int, most: int) -> int:
-        """The tokens that are left of a chat that is cut to at most so many; 0: it is dropped.
+    def cut(self, starts: Int64[np.ndarray, " C"], most: int) -> Int64[np.ndarray, " C"]:
+        """The tokens that are left of chats that are too long; 0: the chat is dropped.
 
         Args:
-            start: its first token.
-            most: fewer than it has.
+            starts: their first tokens.
+            most: tokens that a chat may keep; fewer than each of these has.
         """
         if self.too_long == "drop":
-            return 0
-        place = int(np.searchsorted(self.turn_ends, start + most, side="right")) - 1
-        return max(int(self.turn_ends[place]) - start, 0) if place >= 0 else 0
+            return np.zeros_like(starts)
+        last = np.searchsorted(self.turn_ends, starts + most, side="right")
+        return np.maximum(np.append(0, self.turn_ends)[last] - starts, 0)
 
     def place_of(self, start: int) -> ChatPlace:
         """The place of the chat whose first token is this one."""

@@ -126,17 +126,17 @@ class Documents:
         if not len(too_long):
             return self
         table = self.table.copy()
-        for document in too_long.tolist():
-            array, start, length, _, _ = table[document].item()
-            spans = self._spans_of(array)
-            assert spans is not None, "these are chats"
+        for array, spans in enumerate(self.chats):
+            own = too_long[table["array"][too_long] == array]
+            if spans is None or not len(own):
+                continue
             if spans.too_long == "refuse":
                 raise DataError(
-                    f"{self.place_of(document)}: the chat has {length:,} tokens, more than "
-                    f"sequence_length={sequence_length:,} holds ({len(too_long):,} such chats); raise sequence_length, "
-                    "or set data.chat.too_long to cut or drop"
+                    f"{self.place_of(own[0])}: the chat has {table['length'][own[0]]:,} tokens, more than "
+                    f"sequence_length={sequence_length:,} holds ({len(own):,} such chats); raise sequence_length, or "
+                    "set data.chat.too_long to cut or drop"
                 )
-            table["length"][document] = spans.cut(start, sequence_length + 1)
+            table["length"][own] = spans.cut(table["start"][own], sequence_length + 1)
         table["num_bytes"][too_long] = -1
         documents = dataclasses.replace(self, table=table)
         if not documents.num_tokens:
