@@ -131,7 +131,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     for phase in phases:
-        for documents in (corpus.train, corpus.validation, *(each.train for each in corpus.sources.values())):
+        for documents in (corpus.train, corpus.validation):
             documents.within(phase.config.sequence_length)  # refuses what is too long
     samples = [Samples(phase.config, corpus.tokenizer) if config.samples.prompts else None for phase in phases]
     use_compilation_cache(config.compilation.cache_dir)

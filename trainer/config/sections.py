@@ -46,7 +46,7 @@ class ChatConfig:
     """How conversations become tokens, of sources whose format is `chats`."""
 
     template: str | None = option(None, "corpus")
-    """Path of a chat template. None: chat_template.jinja beside the tokenizer.json, or that of tokenizer_config.json."""
+    """Path of a chat template. None: the tokenizer's own, in chat_template.jinja or tokenizer_config.json beside it."""
     loss: ChatLoss = option("assistant", "corpus")
     """The tokens that the loss is of. assistant: its turns'; all: all tokens; last: the assistant's last turn's."""
     too_long: TooLong = option("cut", "corpus")

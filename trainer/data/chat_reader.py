@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 
 from trainer.data.files import OpenFile
 from trainer.data.formats import HEAD_BYTES, find_format
-from trainer.data.readers import LinePlace, check_weight, json_name, names_of, object_of_line, read_lines, read_parquet_rows
+from trainer.data.readers import (
+    LinePlace,
+    check_weight,
+    json_name,
+    names_of,
+    object_of_line,
+    read_lines,
+    read_parquet_rows,
+)
 from trainer.errors import DataError
 
 ASSISTANT = "assistant"
@@ -122,7 +130,9 @@ def _messages_of(record: dict[str, Any], place: ChatPlace) -> list[Any]:
         texts = {"user": record["prompt"], ASSISTANT: record["completion"]}
         for field, text in zip(("prompt", "completion"), texts.values(), strict=True):
             if not isinstance(text, str):
-                raise DataError(f"{place}: field {field!r} is {json_name(text)}, expected text; give turns as 'messages'")
+                raise DataError(
+                    f"{place}: field {field!r} is {json_name(text)}, expected text; give turns as 'messages'"
+                )
         return [{"role": role, "content": text} for role, text in texts.items()]
     if messages is None:
         raise DataError(

@@ -77,7 +77,7 @@ def _split_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
     """The text without `GENERATION_MARKS`, and the parts of it between them."""
     opened, closed = GENERATION_MARKS
     text, parts, starts, length = [], [], [], 0
-    for piece in re.split(f"([{GENERATION_MARKS}])", marked):
+    for piece in re.split(f"([{opened}{closed}])", marked):
         if piece == opened:
             starts.append(length)
         elif piece == closed:

@@ -19,7 +19,7 @@ from trainer.data.tokenizer_file import CONFIG_NAME, read_stated, stated_token
 from trainer.errors import DataError
 
 FILE_NAME = "chat_template.jinja"
-GENERATION_MARKS = "\U0010fffc\U0010fffd"
+GENERATION_MARKS = ("\U0010fffc", "\U0010fffd")
 """Private characters around what `{% generation %}` encloses, where a rendering is marked."""
 _MAX_BYTES = 2**22
 # Names under which a template knows the tokenizer's special tokens, where there are such.
@@ -179,7 +179,7 @@ def _make_environment(marks_generation: bool) -> Any:
 
     opened, closed = GENERATION_MARKS if marks_generation else ("", "")
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}` … `{% endgeneration %}`."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's own name and type
@@ -207,7 +207,7 @@ def _make_environment(marks_generation: bool) -> Any:
         )  # Jinja's own filter escapes HTML
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

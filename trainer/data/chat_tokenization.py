@@ -22,7 +22,7 @@ from trainer.data.chat_template import ChatTemplate, find_chat_template
 from trainer.data.chats import CHAT_DTYPE, ChatSpans, spans_of
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
-from trainer.data.tokenization import Progress, chunks, count_noun, document_hash, get_or_tokenize
+from trainer.data.tokenization import TokenizingProgress, chunks, count_noun, document_hash, get_or_tokenize
 from trainer.data.tokenizers import HuggingFaceTokenizer, Tokenizer, token_dtype
 from trainer.errors import DataError
 
@@ -87,7 +87,7 @@ class ChatTokenizer:
         return TokenizedFiles(documents, entry.about["digest"])
 
     def _write_entry(self, folder: Path, files: Sequence[Path], on_progress: OnProgress) -> dict[str, Any]:
-        digest, num_tokens, progress = hashlib.sha256(), 0, Progress("chats", on_progress)
+        digest, num_tokens, progress = hashlib.sha256(), 0, TokenizingProgress("chats", on_progress)
         number_of = {path: number for number, path in enumerate(files)}
         documents: list[tuple[int, ...]] = []
         chats: list[tuple[int, ...]] = []
@@ -109,7 +109,11 @@ class ChatTokenizer:
                     turn_ends.append(num_tokens + ends)
                     num_tokens += len(ids)
                 progress.report(len(chats), num_tokens)
-        all_spans, all_ends, table = np.concatenate(spans), np.concatenate(turn_ends), np.array(documents, DOCUMENT_DTYPE)
+        all_spans, all_ends, table = (
+            np.concatenate(spans),
+            np.concatenate(turn_ends),
+            np.array(documents, DOCUMENT_DTYPE),
+        )
         if not all_spans["weight"].any():
             raise DataError(f"{files[0]}: every token in {count_noun(files, 'file')} has weight 0; give one a weight")
         for array in (table["length"], all_spans, all_ends):

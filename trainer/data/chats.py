@@ -5,7 +5,6 @@ Shapes: W spans of tokens of one weight, E ends of turns, C chats, L tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 

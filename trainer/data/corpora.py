@@ -353,8 +353,8 @@ def _split(
     noun = _noun_of(documents)
     if len(documents) == 1 and noun != "document":
         raise DataError(
-            f"{documents.place_of(0)}: the only {noun} can't be both trained on and validated with; add {noun}s, or set "
-            "data.validation_files"
+            f"{documents.place_of(0)}: the only {noun} can't be both trained on and validated with; add {noun}s, or "
+            "set data.validation_files"
         )
     if len(documents) == 1:
         on_progress(f"there is one document: its last {fraction:.3%} are held out for validation")

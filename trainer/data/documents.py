@@ -120,7 +120,7 @@ class Documents:
             sequence_length: targets that fit a sequence.
 
         Raises:
-            DataError: a chat is longer, and is to be refused, or no chat is left; names one.
+            DataError: a chat is longer, and is to be refused; names it.
         """
         too_long = np.flatnonzero(self.are_chats & (self.num_targets > sequence_length))
         if not len(too_long):
@@ -138,13 +138,7 @@ class Documents:
                 )
             table["length"][own] = spans.cut(table["start"][own], sequence_length + 1)
         table["num_bytes"][too_long] = -1
-        documents = dataclasses.replace(self, table=table)
-        if not documents.num_tokens:
-            raise DataError(
-                f"{self.place_of(too_long[0])}: no turn of any chat ends within "
-                f"sequence_length={sequence_length:,}; raise it"
-            )
-        return documents
+        return dataclasses.replace(self, table=table)
 
     def cuts(self, sequence_length: int) -> dict[str, int] | None:
         """The chats that are too long for a sequence, ready for JSON; None: there are no chats. Raises as `within`."""
@@ -193,7 +187,7 @@ class Documents:
             array, place, length, _, _ = self.table[document].item()
             lead = int(begin is not None and self._spans_of(array) is None)
             first, last = max(start, lead), min(stop, length + lead)
-            if start < first:
+            if begin is not None and start < first:
                 flat[offset] = begin
             source, of_flat = self.arrays[array], flat[offset + first - start : offset + last - start]
             if isinstance(source, TokenFile):

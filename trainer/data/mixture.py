@@ -353,6 +353,8 @@ def _rates(source: SourceConfig, num_targets: Int64[np.ndarray, " D"]) -> Float6
     least = np.array([each.min_tokens for each in source.length_weights], np.int64)
     weights = np.array([1.0, *(each.weight for each in source.length_weights)])
     rates = weights[np.searchsorted(least, num_targets, side="right")] * (num_targets > 0)
+    if not num_targets.any():
+        raise DataError(f"data.sources {source.name!r}: no turn of any chat ends within a sequence; make these longer")
     if not rates.any():
         raise DataError(
             f"data.sources {source.name!r}: length_weights leave none of its {len(num_targets):,} training documents, "

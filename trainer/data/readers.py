@@ -28,7 +28,14 @@ _MAX_LINE_BYTES = 2**28
 _CHECKED_AT_ONCE = 2**20
 _NUM_NAMES_SHOWN = 20
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
-_JSON_NAMES = {dict: "an object", list: "an array", float: "a number", int: "a number", bool: "a boolean", type(None): "null"}
+_JSON_NAMES = {
+    dict: "an object",
+    list: "an array",
+    float: "a number",
+    int: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 _Parsed = TypeVar("_Parsed")
 
@@ -160,10 +167,8 @@ def read_parquet_rows(
         raise DataError(f"{path}: not readable as Parquet after row {row}: {error}; write the file again") from error
 
 
-def object_of_line(
-    line: bytes, where: LinePlace, parse_int: Callable[[str], float] = float
-) -> dict[str, Any] | None:
-    """The JSON object of a line, its numbers as floats unless integers are parsed otherwise; None: it is white space."""
+def object_of_line(line: bytes, where: LinePlace, parse_int: Callable[[str], float] = float) -> dict[str, Any] | None:
+    """The JSON object of a line, integers as `parse_int` makes them; None: it is white space."""
     line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line or line.isspace():
         return None

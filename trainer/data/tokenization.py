@@ -28,7 +28,7 @@ SECONDS_BETWEEN_REPORTS = 5.0
 _Item = TypeVar("_Item")
 
 
-class Progress:
+class TokenizingProgress:
     """Tells every few seconds how far the tokenizing of an entry is.
 
     Args:
@@ -155,7 +155,7 @@ def _write_entry(
     folder: Path, files: Sequence[Path], source: str, text_field: str, tokenizer: Tokenizer, on_progress: OnProgress
 ) -> dict[str, Any]:
     digest, tables, num_documents, num_tokens = hashlib.sha256(), [], 0, 0
-    progress = Progress("documents", on_progress)
+    progress = TokenizingProgress("documents", on_progress)
     with (folder / "tokens.bin").open("wb") as file:
         for tokens, chunk in encode_documents(_documents_of(files, source, text_field), tokenizer):
             file.write(tokens.data)

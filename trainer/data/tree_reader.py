@@ -73,7 +73,13 @@ def _tree_of_line(line: bytes, where: LinePlace) -> TextTree | None:
         completions = node.get("completions", [])
         if not isinstance(completions, list):
             raise DataError(f"{place}: field 'completions' is {json_name(completions)}, expected an array")
-        nodes.append(TextNode(parent, utf8_of_field(node[field], field, place), check_weight(node.get("weight", float(bool(name))), place)))
+        nodes.append(
+            TextNode(
+                parent,
+                utf8_of_field(node[field], field, place),
+                check_weight(node.get("weight", float(bool(name))), place),
+            )
+        )
         prefix = f"{name}.completions" if name else "completions"
         waiting += [
             (each, len(nodes) - 1, f"{prefix}[{index}]") for index, each in reversed(list(enumerate(completions)))

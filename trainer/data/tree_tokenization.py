@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, TokenizedFiles
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
-from trainer.data.tokenization import Progress, chunks, count_noun, document_hash, get_or_tokenize
+from trainer.data.tokenization import TokenizingProgress, chunks, count_noun, document_hash, get_or_tokenize
 from trainer.data.tokenizers import Tokenizer, token_dtype
 from trainer.data.tree_reader import TextTree, read_trees
 from trainer.data.trees import NODE_DTYPE, TREE_DTYPE, Trees, are_leaves
@@ -55,7 +55,7 @@ def tokenize_trees(
 
 
 def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
-    digest, num_tokens, num_nodes, progress = hashlib.sha256(), 0, 0, Progress("trees", on_progress)
+    digest, num_tokens, num_nodes, progress = hashlib.sha256(), 0, 0, TokenizingProgress("trees", on_progress)
     number_of = {path: number for number, path in enumerate(files)}
     documents: list[tuple[int, ...]] = []
     trees: list[tuple[int, ...]] = []

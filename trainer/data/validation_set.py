@@ -111,7 +111,7 @@ class ValidationSet:
         return shares
 
     def count_bytes(self, tokenizer: Tokenizer) -> int | None:
-        """Bytes of the text that the sequences' targets stand for; None where no tokenizer is known, and of trees and chats.
+        """Bytes of the text that the sequences' targets stand for; None for trees, chats, and an unknown tokenizer.
 
         The text of a whole document is known where it was tokenized here; parts of documents are decoded.
 

@@ -212,9 +212,7 @@ STYLES = {
     "llama": Style(
         _LLAMA, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|begin_of_text|>", "<|end_of_text|>"
     ),
-    "qwen": Style(
-        _QWEN, ("<|im_start|>", "<|im_end|>"), None, "<|endoftext|>", ("<think>", "</think>", "<tool_call>")
-    ),
+    "qwen": Style(_QWEN, ("<|im_start|>", "<|im_end|>"), None, "<|endoftext|>", ("<think>", "</think>", "<tool_call>")),
     "gemma": Style(_GEMMA, ("<start_of_turn>", "<end_of_turn>"), "<bos>", "<eos>", is_byte_level=False),
     "harmony": Style(
         _HARMONY,
@@ -243,7 +241,7 @@ def without_generation(template: str) -> str:
 
 
 def make_folder(folder: Path, style: Style, rng: np.random.Generator, *, template: str | None = None) -> Path:
-    """Writes a tokenizer and a chat template, by turns as a file and in tokenizer_config.json; returns tokenizer.json."""
+    """Writes a tokenizer and a chat template, as a file or in tokenizer_config.json; returns the tokenizer.json."""
     import tokenizers
     from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -260,7 +258,9 @@ def make_folder(folder: Path, style: Style, rng: np.random.Generator, *, templat
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=str(rng.choice(["first", "always", "never"])))
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
         alphabet, special = [], [*special, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     flags = {name: bool(rng.random() < 0.3) for name in ("rstrip",)}
     if style.special:
@@ -284,7 +284,22 @@ def make_folder(folder: Path, style: Style, rng: np.random.Generator, *, templat
     return folder / "tokenizer.json"
 
 
-_WORDS = ("the model", "reads", "a", "long context", "naïve", "日本語", "🙂 tokens", "x<y", "{}", "[1, 2]", "3.14", "\n", "  ", "-")
+_WORDS = (
+    "the model",
+    "reads",
+    "a",
+    "long context",
+    "naïve",
+    "日本語",
+    "🙂 tokens",
+    "x<y",
+    "{}",
+    "[1, 2]",
+    "3.14",
+    "\n",
+    "  ",
+    "-",
+)
 
 
 def random_text(rng: np.random.Generator, most: int = 12) -> str:

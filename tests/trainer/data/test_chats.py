@@ -10,9 +10,10 @@ import tokenizers
 
 from tests.trainer.data.chat_templates import STYLES, Style, make_folder, random_chat, random_text
 from trainer.config import ChatConfig, SourceConfig
-from trainer.data import DataError, load_tokenizer, make_train_iterator
+from trainer.data import DataError, make_train_iterator
 from trainer.data.chat_template import find_chat_template
 from trainer.data.packing import PackedSequences
+from trainer.data.tree_packing import pack
 from trainer.data.validation_set import ValidationSet
 
 pytest.importorskip("jinja2", reason="renders chat templates")
@@ -81,7 +82,8 @@ def refuses_chats(load_chats, folder):
 def turns(*contents: str):
     """A user and the assistant, by turns."""
     return [
-        {"role": "user" if index % 2 == 0 else "assistant", "content": content} for index, content in enumerate(contents)
+        {"role": "user" if index % 2 == 0 else "assistant", "content": content}
+        for index, content in enumerate(contents)
     ]
 
 
@@ -89,7 +91,7 @@ def random_rows(rng, count: int, most: int = 5):
     """Rows of conversations for the simple template, some of them with weights."""
     rows = []
     for _ in range(count):
-        messages = [each for each in random_chat(rng, most, calls=False)]
+        messages = random_chat(rng, most, calls=False)
         for message in messages:
             if message["role"] == "assistant" and rng.random() < 0.3:
                 message["weight"] = float(rng.choice([-0.5, 0.0, 2.0]))
@@ -208,7 +210,9 @@ def test_what_hides_a_users_special_token_is_refused(refuses_chats, rng):
     rows = [{"messages": turns(f"a<|stop|>{random_text(rng)}", "b")}]
     for change in ("message.content.split('<|stop|>')[0]", "message.content|replace('<|stop|>', '')"):
         template = SIMPLE.template.replace("message.content", change)
-        refuses_chats(r"chats.jsonl:1: a message spells a special token, and .*other.jinja makes another", rows, template)
+        refuses_chats(
+            r"chats.jsonl:1: a message spells a special token, and .*other.jinja makes another", rows, template
+        )
     rows = [{"messages": turns("a\U00100001", "b")}]
     refuses_chats(r"chats.jsonl:1: the chat can't be tokenized: it holds the private character U\+100001", rows)
 
@@ -237,7 +241,7 @@ def test_a_chat_that_is_too_long_ends_with_a_turn_that_fits_or_is_dropped(load_c
     fitting = documents.within(length)
     counts = {"num_chats": 40, "num_chats_cut": 0, "num_chats_dropped": 0, "num_tokens_left_out": 0}
     packed = PackedSequences(fitting, length)
-    for index, (row, (tokens, weights)) in enumerate(zip(rows, whole, strict=True)):
+    for index, (row, (tokens, _)) in enumerate(zip(rows, whole, strict=True)):
         kept = len(tokens)
         if len(tokens) - 1 > length:
             fewer = [{**row, "messages": row["messages"][:stop]} for stop in range(1, len(row["messages"]))]
@@ -245,7 +249,8 @@ def test_a_chat_that_is_too_long_ends_with_a_turn_that_fits_or_is_dropped(load_c
             ends = [
                 len(expected_of(part, folder, "all")[0])
                 for part in fewer
-                if part["messages"][-1]["role"] == "assistant" and part["messages"][-1].get("weight", 1.0)
+                if part["messages"][-1]["role"] == "assistant"
+                and part["messages"][-1].get("weight", 1.0)
                 and (loss != "last" or len(part["messages"]) == last + 1)
             ]
             kept = max((end for end in ends if end <= length + 1), default=0) if too_long == "cut" else 0
@@ -269,8 +274,8 @@ def test_what_is_too_long_is_refused_by_choice_and_where_nothing_fits(load_chats
     message = r"chats.jsonl:2: the chat has \d+ tokens, more than sequence_length=20 holds \(1 such chats\)"
     with pytest.raises(DataError, match=message):
         load_chats(rows, too_long="refuse").within(20)
-    with pytest.raises(DataError, match=r"chats.jsonl:1: no turn of any chat ends within sequence_length=2"):
-        load_chats(rows).within(2)
+    with pytest.raises(DataError, match=r"no turn of any chat ends within sequence_length=2; raise it"):
+        pack(load_chats(rows), 2)
 
 
 def test_refusals_name_the_row_and_the_remedy(refuses_chats, rng):
@@ -298,7 +303,9 @@ def test_refusals_name_the_row_and_the_remedy(refuses_chats, rng):
 
 def test_refusals_of_templates(refuses_chats, load, load_chats, folder, write, rng):
     rows = [{"messages": turns("a", "b")}, {"messages": [{"role": "bard", "content": "a"}, *turns("c", "d")]}]
-    refusing = "{% if message.role == 'bard' %}{{ raise_exception('bards are not heard: ' + message.content) }}{% endif %}"
+    refusing = (
+        "{% if message.role == 'bard' %}{{ raise_exception('bards are not heard: ' + message.content) }}{% endif %}"
+    )
     template = SIMPLE.template.replace("<|{{", refusing + "<|{{")
     refuses_chats(r"chats.jsonl:2: the chat template refuses this chat: bards are not heard: a$", rows, template)
     refuses_chats(r"refuses this chat: UndefinedError: 'x' is undefined", rows, "{{ x.y }}")
@@ -306,18 +313,22 @@ def test_refusals_of_templates(refuses_chats, load, load_chats, folder, write, r
     refuses_chats(r"other.jinja: not a chat template: line 2: ", rows, "\n{% for %}")
     other_end = SIMPLE.template.replace("<|stop|>", "{{ '<|stop|>' if loop.last or message.role == 'user' else '' }}")
     twice = [{"messages": turns("a", "b", "c", "d")}]
-    message = r"chats.jsonl:1: messages\[1\]: the text up to this turn .* set data.chat.template .*, or data.chat.loss to last"
-    refuses_chats(message, twice, other_end)
+    remedy = "set data.chat.template .*, or data.chat.loss to last"
+    refuses_chats(rf"chats.jsonl:1: messages\[1\]: the text up to this turn .* {remedy}", twice, other_end)
     load_chats(twice, template=str(folder.with_name("other.jinja")), loss="last")
     tags = SIMPLE.template.replace("{{ message.content }}", "{% generation %}{{ message.content }}{% endgeneration %}")
     refuses_chats(r"4 parts between generation tags for 2 turns of the assistant", twice, tags, loss="last")
-    with pytest.raises(DataError, match="data.chat.template='missing.jinja' is no file; give the path"):
+    with pytest.raises(DataError, match=r"data.chat.template='missing.jinja' is no file; give the path"):
         load_chats(rows, template="missing.jinja")
-    with pytest.raises(DataError, match="chats need the special tokens of a tokenizer.json, and data.tokenizer is 'byte'"):
+    with pytest.raises(
+        DataError, match=r"chats need the special tokens of a tokenizer.json, and data.tokenizer is 'byte'"
+    ):
         load("chats", write(rows))
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         folder.with_name(name).unlink(missing_ok=True)
-    refuses_chats(r"folder has no chat template: neither chat_template.jinja, nor chat_template in tokenizer_conf", rows)
+    refuses_chats(
+        r"folder has no chat template: neither chat_template.jinja, nor chat_template in tokenizer_conf", rows
+    )
 
 
 def test_another_template_or_choice_makes_other_tokens(load_chats, load, folder, rng):
@@ -343,7 +354,12 @@ def test_a_mixture_of_chats_and_text_cuts_no_chat(load, folder, write, write_jso
     )
     corpus = load("stdlib", sources=sources, tokenizer=str(folder))
     iterator = make_train_iterator(
-        corpus, sources=sources, sequence_length=length, batch_size=4, seed=int(rng.integers(99)), num_prefetch_batches=1
+        corpus,
+        sources=sources,
+        sequence_length=length,
+        batch_size=4,
+        seed=int(rng.integers(99)),
+        num_prefetch_batches=1,
     )
     chats = {}
     for source in ("chats", "more"):
@@ -369,7 +385,7 @@ def test_a_mixture_of_chats_and_text_cuts_no_chat(load, folder, write, write_jso
     assert num_chats > 20
     places = iterator.mixture()
     assert 0.4 < places["chats"]["share"] < 0.6
-    assert corpus.validation.are_chats.any() and not corpus.validation.are_chats.all()
+    assert set(corpus.validation.are_chats) == {False, True}
     plain = corpus.sources["text"].train
     assert plain.stream(0, 0, 1).tolist() == [begin]
     validation = ValidationSet.choose(corpus, sequence_length=length, num_sequences=4, sources=sources)
