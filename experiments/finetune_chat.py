@@ -109,7 +109,7 @@ def schedule(learning_rate: float, num_warmup_steps: int) -> OptimizerConfig:
 
 def sources(**weights: float) -> tuple[SourceConfig, ...]:
     """Generated chats that fit the phases' sequences, by their shares of the tokens."""
-    lengths = {"short": (40_000, (32, 120)), "long": (8000, (300, 1000)), "longest": (1000, (4000, 16_000))}
+    lengths = {"short": (20_000, (32, 120)), "long": (3000, (300, 1000)), "longest": (400, (4000, 16_000))}
     return tuple(
         SourceConfig(name, (make_chats(name, num_chats, num_words),), "chats", weight=weights.get(name, 0.0))
         for name, (num_chats, num_words) in lengths.items()

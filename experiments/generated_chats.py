@@ -16,7 +16,8 @@ from trainer.files.atomic import write_atomically
 
 _SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>")
 _TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}<|end|>{% endgeneration %}{% else %}{{ message.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _SEED = 20261129
