@@ -82,7 +82,7 @@ class Setup:
             "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
             **self.plan.to_json(),
-            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction} | self._sharing(),
+            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction} | self._counts(),
         }
 
     def phase_to_json(self) -> dict[str, Any]:
@@ -94,10 +94,10 @@ class Setup:
             "sequence_length": self.config.sequence_length,
             "mesh": dict(self.functions.mesh.shape),
             **self.plan.to_json(),
-            **self._sharing(),
+            **self._counts(),
         }
 
-    def _sharing(self) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
         """What trees share, and which chats are longer than a sequence."""
         sharing, cuts = self.batches.sharing(), self.corpus.train.cuts(self.config.sequence_length)
         found = {"sharing": sharing, "chats": cuts}
