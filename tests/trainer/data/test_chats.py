@@ -206,6 +206,19 @@ def test_texts_side_by_side_make_no_special_token(load_chats, folder, parts, rng
     assert encoder.decode(tokens).count("<|stop|>") == 1, "the user's, as text"
 
 
+@pytest.mark.parametrize(
+    ("around", "content"), [("<|{}|>", "stop"), ("<|st{}", "op|> then"), ("{}op|>", "first <|st"), ("{}|>", "a <|stop\n")]
+)
+def test_a_text_makes_no_special_token_with_the_templates_own(load_chats, folder, around, content):
+    template = folder.with_name("around.jinja")
+    body = around.format("{{ message.content|trim }}")
+    template.write_text("{% for message in messages %}<|user|>" + body + "<|stop|>{% endfor %}")
+    tokens, _ = read(load_chats([{"messages": turns(content, "yes")}], loss="all", template=str(template)), 0)
+    encoder = open_tokenizer(str(folder))
+    assert tokens.count(encoder.token_to_id("<|stop|>")) == 2
+    assert encoder.decode(tokens).count("<|stop|>") == 1, "the user's, as text"
+
+
 def test_what_hides_a_users_special_token_is_refused(refuses_chats, rng):
     rows = [{"messages": turns(f"a<|stop|>{random_text(rng)}", "b")}]
     for change in ("message.content.split('<|stop|>')[0]", "message.content|replace('<|stop|>', '')"):
