@@ -9,9 +9,8 @@ Command:
     python -m trainer --config experiments/finetune_chat.py:init_from=models/Qwen3-0.6B,chats=my/chats.jsonl
 
 Data: JSON-lines or Parquet of `messages`; without `chats`, generated ones (`generated_chats.py`): the user tells what
-each of some things is like, between sentences that say nothing, and asks for half of them at the end. An answer is two
-words, so the validation loss of a model that knows nothing of the chat is a fifth of what it can't know: one of 180
-words.
+each of some things is like, between sentences that say nothing, and asks for half of them at the end. Of seven tokens
+with a loss one can't be known without the chat, so that a model that doesn't look back comes to 0.70 nats per token.
 """
 
 from experiments.generated_chats import make_chat_folder, make_chats

@@ -24,7 +24,7 @@ from trainer.data.tokenizers import HuggingFaceTokenizer
 # from the second on for what begins a special token, and one that fills its name up.
 _OF_TEXT, _OF_TOKENS, _FILL = 0x100000, 0x101000, "\U0010fffb"
 _PRIVATE = re.compile("[\U00100000-\U0010ffff]")
-# Fields of a message that say what it is, and no more.
+# Fields of a message that say what it is, and of which a template may make a special token.
 _KINDS = frozenset({"role", "type"})
 
 
@@ -69,7 +69,10 @@ class ChatEncoder:
             ValueError: a text holds a character of those that stand for others here.
         """
         if isinstance(value, dict):
-            return {name: each if name in _KINDS else self.protect(each) for name, each in value.items()}
+            return {
+                name: each if name in _KINDS and not self._spells_token(each) else self.protect(each)
+                for name, each in value.items()
+            }
         if isinstance(value, list):
             return [self.protect(each) for each in value]
         return self._protect_text(value) if isinstance(value, str) else value
@@ -107,6 +110,9 @@ class ChatEncoder:
     def _stand_in(self, match: re.Match[str]) -> str:
         return self._stand_ins.get(match[0], match[0])
 
+    def _spells_token(self, value: Any) -> bool:
+        return isinstance(value, str) and self._names.search(value) is not None
+
     def _protect_text(self, text: str) -> str:
         if private := _PRIVATE.search(text):
             raise ValueError(
@@ -114,7 +120,7 @@ class ChatEncoder:
                 "rendered; take it out"
             )
         characters = list(text)
-        if self._names.search(text):
+        if self._spells_token(text):
             for name in self._every_name:
                 start = text.find(name)
                 while start >= 0:

@@ -207,7 +207,8 @@ def test_texts_side_by_side_make_no_special_token(load_chats, folder, parts, rng
 
 
 @pytest.mark.parametrize(
-    ("around", "content"), [("<|{}|>", "stop"), ("<|st{}", "op|> then"), ("{}op|>", "first <|st"), ("{}|>", "a <|stop\n")]
+    ("around", "content"),
+    [("<|{}|>", "stop"), ("<|st{}", "op|> then"), ("{}op|>", "first <|st"), ("{}|>", "a <|stop\n")],
 )
 def test_a_text_makes_no_special_token_with_the_templates_own(load_chats, folder, around, content):
     template = folder.with_name("around.jinja")
@@ -217,6 +218,15 @@ def test_a_text_makes_no_special_token_with_the_templates_own(load_chats, folder
     encoder = open_tokenizer(str(folder))
     assert tokens.count(encoder.token_to_id("<|stop|>")) == 2
     assert encoder.decode(tokens).count("<|stop|>") == 1, "the user's, as text"
+
+
+def test_a_role_makes_its_own_mark_and_no_other_token(load_chats, folder):
+    rows = [{"messages": [{"role": role, "content": "a"}, *turns("b", "c")]} for role in ("user", "x<|stop|>")]
+    documents, encoder = load_chats(rows, loss="all"), open_tokenizer(str(folder))
+    for index, num_marks in enumerate((2, 1)):
+        tokens, _ = read(documents, index)
+        counts = [tokens.count(encoder.token_to_id(name)) for name in ("<|stop|>", "<|user|>")]
+        assert counts == [3, num_marks]
 
 
 def test_what_hides_a_users_special_token_is_refused(refuses_chats, rng):
