@@ -1,7 +1,8 @@
-"""The page's chats: whatever is asked was told before, only the answers have a loss, and the phases are the lengths'."""
+"""The page's chats: what is asked was told before, only answers have a loss, and each length has a phase."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 def test_what_is_asked_was_told(rng):
     least = int(rng.integers(20, 2000))
     path = generated_chats.make_chats("any", 5, (least, 2 * least))
-    content = open(path).read()
+    content = Path(path).read_text()
     for line in content.splitlines():
         chat, told, num_asked = json.loads(line)["messages"], {}, 0
         for user, assistant in zip(chat[::2], chat[1::2], strict=True):
@@ -40,7 +41,8 @@ def test_what_is_asked_was_told(rng):
                 assert assistant["content"] == f"{thing} {told[thing]}"
         assert num_asked == len(told) // 2 > 0
         assert sum(len(turn["content"].split()) for turn in chat) <= 2 * least
-    assert open(generated_chats.make_chats("any", 5, (least, 2 * least))).read() == content
+    Path(path).unlink()
+    assert Path(generated_chats.make_chats("any", 5, (least, 2 * least))).read_text() == content
 
 
 def test_the_answers_have_the_loss_and_each_length_a_phase(folder):
