@@ -71,7 +71,7 @@ def from_scratch(longest: int) -> TrainConfig:
         name="finetune_chat",
         description="A small model that learns to answer from what stands far back in a chat",
         model=GPTConfig(
-            vocab_size=512,
+            vocab_size=640,
             num_layers=2,
             width=128,
             num_heads=4,

@@ -34,7 +34,7 @@ def make_chats(name: str, num_chats: int, num_words: tuple[int, int]) -> str:
       num_chats: how many.
       num_words: least and most words of a chat.
     """
-    digest = hashlib.sha256(json.dumps([1, num_chats, num_words, _SEED]).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps([2, num_chats, num_words, _SEED]).encode()).hexdigest()[:12]
     path = FOLDER.expanduser() / f"chats-{name}-{digest}.jsonl"
     if not path.is_file():
         print(f"making {path}", flush=True)
@@ -56,7 +56,7 @@ def _make_chat(rng: np.random.Generator, num_words: int) -> list[dict[str, Any]]
         around = [noise[(start + number) % len(noise)] for number in range(num_noise)]
         messages += [_turn("user", " ".join([f"{thing}: {what}", *around])), _turn("assistant", "noted")]
     for thing in rng.permutation(list(things))[: num_told // 2]:
-        messages += [_turn("user", f"{thing}:"), _turn("assistant", f"{thing}: {things[thing]}")]
+        messages += [_turn("user", thing), _turn("assistant", f"{thing}: {things[thing]}")]
     return messages
 
 
@@ -66,7 +66,8 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 def make_chat_folder() -> str:
     """A tokenizer of these chats' words, with a chat template beside it; the path of its tokenizer.json."""
-    words = [*_SPECIAL, "<unknown>", "noted", *(f"{noun}:" for noun in NOUNS), *ADJECTIVES, *sorted(set(NOISE.split()))]
+    things = [*NOUNS, *(f"{noun}:" for noun in NOUNS)]
+    words = [*_SPECIAL, "<unknown>", "noted", *things, *ADJECTIVES, *sorted(set(NOISE.split()))]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content = {
         "version": "1.0",

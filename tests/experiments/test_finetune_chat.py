@@ -34,11 +34,11 @@ def test_what_is_asked_was_told(rng):
             thing, *rest = user["content"].split()
             if rest:
                 assert thing not in told
-                told[thing] = rest[0]
+                told[thing.removesuffix(":")] = rest[0]
                 assert assistant["content"] == "noted"
             else:
                 num_asked += 1
-                assert assistant["content"] == f"{thing} {told[thing]}"
+                assert assistant["content"] == f"{thing}: {told[thing]}"
         assert num_asked == len(told) // 2 > 0
         assert sum(len(turn["content"].split()) for turn in chat) <= 2 * least
     Path(path).unlink()

@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -324,7 +325,7 @@ def test_refusals_name_the_row_and_the_remedy(refuses_chats, rng):
     refuses_chats("every token in 1 file has weight 0; give one a weight", [{**good, "weight": 0}])
 
 
-def test_refusals_of_templates(refuses_chats, load, load_chats, folder, write, rng):
+def test_refusals_of_templates(refuses_chats, load, load_chats, folder, write, monkeypatch):
     rows = [{"messages": turns("a", "b")}, {"messages": [{"role": "bard", "content": "a"}, *turns("c", "d")]}]
     refusing = (
         "{% if message.role == 'bard' %}{{ raise_exception('bards are not heard: ' + message.content) }}{% endif %}"
@@ -347,6 +348,9 @@ def test_refusals_of_templates(refuses_chats, load, load_chats, folder, write, r
         DataError, match=r"chats need the special tokens of a tokenizer.json, and data.tokenizer is 'byte'"
     ):
         load("chats", write(rows))
+    with monkeypatch.context() as context:
+        context.setitem(sys.modules, "jinja2", None)
+        refuses_chats(r"chat templates need jinja2, which is not installed; run `pip install", rows)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         folder.with_name(name).unlink(missing_ok=True)
     refuses_chats(
