@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
@@ -21,6 +22,7 @@ from kernels.decode.tokens import (
     checked_key_value,
     empty_slots,
     growth_on_host,
+    integers,
     numbered,
     sequence_numbers,
     sequences_of_batch,
@@ -148,6 +150,44 @@ class SlabCache:
             key=put(self.key, key),
             value=put(self.value, value),
             lengths=after if chosen is None else self.lengths.at[chosen].set(after, mode="drop"),
+        )
+
+    def keep_path(
+        self,
+        path: Int[Array, "B A"],
+        start: Int[Array, " B"],
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> SlabCache:
+        """Drops the tokens of a tree but for one path, which goes on as if it had been written alone.
+
+        Args:
+          path: indices in the tree (`TokenTree`) of the tokens to keep, from a root down.
+          start: the tree's: number of tokens in each sequence before it.
+          sequences: as for `write`; the cache's other sequences stay as they are.
+          num_tokens: how many tokens of each path count, from the first; by default all. 0 drops the whole tree.
+
+        Raises:
+          ValueError: integers of another shape or type, or sequences that the cache hasn't.
+
+        >>> cache = SlabCache.empty(1, capacity=16, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        >>> tokens = jnp.arange(7.0).reshape(1, 7, 1, 1)  # a prompt of four tokens, and a tree of three
+        >>> cache = cache.write(tokens, tokens).keep_path([[0, 2]], start=[4])
+        >>> cache.lengths.tolist(), cache.key[0, :6].ravel().tolist()
+        ([6], [0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+        """
+        path, start = integers("path", path), integers("start", start)
+        if path.ndim != 2 or 0 in path.shape or start.shape != path.shape[:1]:
+            raise ValueError(
+                f"path must be integers [B, A], and start integers [B], got {list(path.shape)} and {list(start.shape)}"
+            )
+        chosen = sequences_of_batch(sequences, len(path), self.num_sequences, distinct=True)
+        path, start = (jnp.asarray(numbers.astype(np.int32)) for numbers in (path, start))
+        key, value = self.read(chosen, (start[:, None] + path) % self.capacity)
+        before = start if chosen is None else self.lengths.at[chosen].set(start, mode="drop")
+        return dataclasses.replace(self, lengths=before).write(
+            key, value, sequences=sequences, num_tokens=num_tokens
         )
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:

@@ -53,7 +53,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
     block_v = padded_head_dim(call.value_dim)
     start = functools.partial(launch, compute_capability=call.target.compute_capability, interpret=tuning.interpret)
 
-    tile_kinds = block_tile_kinds(call.mask, inputs.query_positions, cache.blocks(inputs.sequences))
+    tile_kinds = block_tile_kinds(call.mask, inputs.query_positions, inputs.blocks())
     # `kernels.plan.list_rows` would sort; this is one kernel. It counts FULL blocks, which come first, and all: [B, 2].
     blocks, counts = start(
         list_blocks_kernel,
