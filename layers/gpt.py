@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Bounds, SlabCache, TokenTree
 from kernels.arguments.bounds import checked_bounds
+from kernels.decode.tree import checked_tree
 from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
@@ -235,11 +236,11 @@ class GPT(nnx.Module):
           itself), and the caches.
 
         Raises:
-          ValueError: longrope without a context length.
+          ValueError: a tree of other sequences or of fewer tokens, or longrope without a context length.
         """
         positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         if tree is not None:
-            positions = tree.positions(positions)
+            positions = checked_tree(tree, *tokens.shape).positions(positions)
         rotations = self._make_rotations(tokens.shape[1], positions, context_length)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):

@@ -186,9 +186,7 @@ class SlabCache:
         path, start = (jnp.asarray(numbers.astype(np.int32)) for numbers in (path, start))
         key, value = self.read(chosen, (start[:, None] + path) % self.capacity)
         before = start if chosen is None else self.lengths.at[chosen].set(start, mode="drop")
-        return dataclasses.replace(self, lengths=before).write(
-            key, value, sequences=sequences, num_tokens=num_tokens
-        )
+        return dataclasses.replace(self, lengths=before).write(key, value, sequences=sequences, num_tokens=num_tokens)
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
         """Ends sequences: they hold no tokens, and others may start in their slots.

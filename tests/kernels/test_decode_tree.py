@@ -134,6 +134,8 @@ def attend(query, cache, index, parents, start, sinks, *, mask, implementation):
 
 
 pytestmark = pytest.mark.usefixtures("float64")
+
+
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("implementation", ["blockwise", "dense"])
 @pytest.mark.parametrize("name", MASKS)
@@ -170,7 +172,9 @@ def test_a_kept_path_goes_on_as_if_it_had_been_written_alone(name, rng):
     written = np.array([TREE_SIZE, *rng.integers(1, TREE_SIZE, 2)])
     for first in range(0, TREE_SIZE, STEP):
         sequences.add((written - first).clip(0, STEP))
-    paths = [branch_of(int(rng.integers(count)), parents) for count, parents in zip(written, sequences.parents)]
+    paths = [
+        branch_of(int(rng.integers(count)), parents) for count, parents in zip(written, sequences.parents, strict=True)
+    ]
     paths[2] = []  # nothing of the third tree is kept
     padded = np.array([path + [TREE_SIZE - 1] * (TREE_SIZE - len(path)) for path in paths])
     kept = np.array([len(path) for path in paths])
@@ -180,7 +184,7 @@ def test_a_kept_path_goes_on_as_if_it_had_been_written_alone(name, rng):
     for name in ("key", "value"):
         tokens = getattr(sequences, name)
         moved = np.take_along_axis(tokens, at, 1)
-        for sequence, (prompt, count) in enumerate(zip(sequences.prompts, kept)):
+        for sequence, (prompt, count) in enumerate(zip(sequences.prompts, kept, strict=True)):
             tokens[sequence, prompt : prompt + count] = moved[sequence, :count]
     sequences.cache, sequences.prompts = cache, sequences.prompts + kept
     np.testing.assert_array_equal(cache.lengths, sequences.prompts)
