@@ -45,7 +45,8 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> Outpu
         position, seen = cache.slots(sequences, slot)
         seen &= jnp.repeat(rank[None] < num_visited[:, None], call.block_size, axis=1)
         key, value = cache.read(sequences, slot)
-        allowed = allowed_pairs(inputs, slot, position, seen, call)
+        tree = None if inputs.tree is None else inputs.tree.take(slot)
+        allowed = allowed_pairs(inputs.query_positions, position, seen, tree, call)
         # Multiplied by a probability of 0, another sequence's NaN would still come through.
         value = jnp.where(allowed.any((1, 2))[..., None, None], value, 0)
 

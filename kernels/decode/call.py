@@ -150,10 +150,9 @@ def _with_tree(inputs: DecodeInputs, tree: TokenTree) -> DecodeInputs:
     cache = inputs.cache
     if not isinstance(cache, SlabCache):
         raise ValueError(
-            f"a {type(cache).__name__} takes no tree; use a SlabCache, or give each branch a sequence of its own, which "
+            f"a {type(cache).__name__} takes no tree; use a SlabCache, or give each branch a sequence of its own that "
             "starts with the prompt's tokens (share)"
         )
     tree = checked_tree(tree, *inputs.query.shape[:2])
-    queries = tree.look_up(inputs.query_positions)
-    slots = SlotTree.of(tree, *cache.slots(inputs.sequences), queries.numbers)
-    return inputs._replace(query_positions=queries.positions, tree=slots)
+    slots = SlotTree.of(tree, inputs.query_positions, *cache.slots(inputs.sequences))
+    return inputs._replace(query_positions=tree.positions(inputs.query_positions), tree=slots)

@@ -3,7 +3,8 @@
 A depth-first walk numbers the tree's nodes. The descendants of a node have the numbers of one interval, so that two
 comparisons say whether one token is the ancestor of another, in whatever order the tokens were written.
 
-Dimensions: B batch (each element one sequence), M tokens of a tree, T new tokens of a call, C slots, J blocks.
+Dimensions: B batch (each element one sequence), M tokens of a tree, T new tokens of a call, W = ⌈T / 32⌉
+words of a set of them, C slots, J blocks.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from kernels.decode.blocks import BlockSummary
 from kernels.decode.tokens import integers
 from kernels.masks.intervals import array_namespace
 
 _LOWEST, _HIGHEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+_WORD_BITS = 32
 _CHAIN = -1  # number of the tokens before the tree
 
 
@@ -94,7 +96,7 @@ class TokenTree(NamedTuple):
             for of_nodes in (self.depths, self.numbers, self.ends)
         )
         return Nodes(
-            jnp.where(is_chain | ~is_known, index, self.start[:, None] + depth),
+            jnp.where(is_chain, index, self.start[:, None] + depth),
             jnp.where(is_chain, _CHAIN, jnp.where(is_known, number, _HIGHEST)),
             jnp.where(is_chain, _HIGHEST, jnp.where(is_known, end, _LOWEST)),
         )
@@ -109,48 +111,49 @@ class Nodes(NamedTuple):
 
 
 class SlotTree(NamedTuple):
-    """The tree as one call meets it: the nodes in a sequence's slots, and the numbers of its queries.
+    """The tree as the queries of one call meet it in the slots of their sequences.
 
     Attributes:
-      slots: of all slots. No query is a descendant of an empty one.
-      query_numbers: of the new tokens.
+      positions: of the token in each slot.
+      sees: True where the slot's token is an ancestor of a query, or the query's own, or stands before the tree.
     """
 
-    slots: Nodes
-    query_numbers: Int[Array, "B T"]
+    positions: Int[Array, "B C"]
+    sees: Bool[Array, "B T C"]
 
     @staticmethod
-    def of(
-        tree: TokenTree, index: Int[Array, "B C"], seen: Bool[Array, "B C"], query_numbers: Int[Array, "B T"]
-    ) -> SlotTree:
-        """From the index in the sequence of each slot's token, and whether there is one."""
-        nodes = tree.look_up(index)
-        return SlotTree(nodes._replace(ends=jnp.where(seen, nodes.ends, _LOWEST)), query_numbers)
+    def of(tree: TokenTree, queries: Int[Array, "B T"], slots: Int[Array, "B C"], seen: Bool[Array, "B C"]) -> SlotTree:
+        """From the indices in the sequence of the queries and of each slot's token, and whether there is one."""
+        nodes, query = tree.look_up(slots), tree.look_up(queries).numbers[..., None]
+        is_ancestor = (nodes.numbers[:, None] <= query) & (query < nodes.ends[:, None])
+        return SlotTree(nodes.positions, is_ancestor & seen[:, None])
 
-    def at(self, slots: Int[Array, "B c"] | None) -> tuple[Int[Array, "B c"], Bool[Array, "B T c"]]:
-        """Positions of some slots, or of all, and whether each query sees them by the tree."""
-        position, number, end = (
-            of_slots if slots is None else jnp.take_along_axis(of_slots, slots, axis=1, mode="clip")
-            for of_slots in self.slots
+    def take(self, slots: Int[Array, "B c"]) -> SlotTree:
+        """The same of some slots; anything for a slot past the end."""
+        return SlotTree(
+            jnp.take_along_axis(self.positions, slots, axis=1, mode="clip"),
+            jnp.take_along_axis(self.sees, slots[:, None], axis=2, mode="clip"),
         )
-        query = self.query_numbers[..., None]
-        return position, (number[:, None] <= query) & (query < end[:, None])
+
+    def query_sets(self) -> UInt32[Array, "B C W"]:
+        """The set of queries that see each slot, as bits."""
+        sees = jnp.pad(self.sees, ((0, 0), (0, -self.sees.shape[1] % _WORD_BITS), (0, 0)))
+        words = sees.reshape(sees.shape[0], -1, _WORD_BITS, sees.shape[2]).swapaxes(1, 3).astype(jnp.uint32)
+        return jnp.bitwise_or.reduce(words << np.arange(_WORD_BITS, dtype=np.uint32)[:, None], axis=2)
 
     def blocks(self, block_size: int) -> BlockSummary:
-        """A summary of each block, for the queries of this call: what the tree lets some or all of them see."""
+        """A summary of each block: what some or all of the queries see."""
         # No query sees the slots that fill up the last block.
-        fill = (0, 0), (0, -self.slots.ends.shape[1] % block_size)
-        position, number, end = (
-            jnp.pad(of_slots, fill, constant_values=_LOWEST).reshape(of_slots.shape[0], -1, block_size)
-            for of_slots in self.slots
+        fill = (0, 0), (0, -self.positions.shape[1] % block_size)
+        position, some, every = (
+            jnp.pad(of_slots, fill).reshape(of_slots.shape[0], -1, block_size)
+            for of_slots in (self.positions, self.sees.any(1), self.sees.all(1))
         )
-        lowest, highest = (bound(self.query_numbers, -1, keepdims=True) for bound in (jnp.min, jnp.max))
-        may_see = (number <= highest[..., None]) & (lowest[..., None] < end)
         return BlockSummary(
-            jnp.where(may_see, position, _HIGHEST).min(-1),
-            jnp.where(may_see, position, _LOWEST).max(-1),
-            some=may_see.any(-1),
-            every=((number <= lowest[..., None]) & (highest[..., None] < end)).all(-1),
+            jnp.where(some, position, _HIGHEST).min(-1),
+            jnp.where(some, position, _LOWEST).max(-1),
+            some=some.any(-1),
+            every=every.all(-1),
         )
 
 

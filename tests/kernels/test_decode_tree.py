@@ -1,5 +1,6 @@
 """Trees of new tokens behind a cached sequence, against attention of each token to its own branch, in NumPy."""
 
+import dataclasses
 import functools
 import re
 
@@ -18,13 +19,14 @@ from kernels import (
     PrefixMask,
     SlabCache,
     TokenTree,
+    TritonDecodeTuning,
     UnifiedCache,
     decode_attention,
     slab_capacity,
 )
-from kernels.masks import TileKind
 from kernels.decode.blocks import block_tile_kinds
 from kernels.decode.call import make_decode_call
+from kernels.masks import TileKind
 from tests.kernels.decode_session import poisoned, strided
 
 SEQUENCES, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 4, 2, 8, 12
@@ -115,16 +117,21 @@ class Sequences:
         return output
 
 
-keep = jax.jit(lambda cache, path, start, counts: cache.keep_path(path, start, num_tokens=counts))
+@jax.jit
+def keep(cache, path, start, counts, sequences=None):
+    return cache.keep_path(path, start, num_tokens=counts, sequences=sequences)
+
+
 write = jax.jit(lambda cache, key, value, counts: cache.write(key, value, num_tokens=counts))
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "implementation"))
-def attend(query, cache, index, parents, start, sinks, *, mask, implementation):
+def attend(query, cache, index, parents, start, sinks, *, mask, implementation, sequences=None):
     return decode_attention(
         query,
         cache,
         mask,
+        sequences=sequences,
         query_positions=index,
         tree=TokenTree.of_parents(parents, start),
         sinks=sinks,
@@ -194,5 +201,113 @@ def test_a_kept_path_goes_on_as_if_it_had_been_written_alone(name, rng):
     sequences.parents = np.tile(np.arange(-1, TREE_SIZE - 1), (SEQUENCES, 1))
     expected = sequences.expected(query, index, allows, np.full(HEADS, -np.inf), None)
     is_written = ~np.isnan(expected)
-    output = decode_attention(query, sequences.cache, mask, query_positions=index)
+    output = jax.jit(functools.partial(decode_attention, mask=mask))(query, sequences.cache, query_positions=index)
     np.testing.assert_allclose(np.asarray(output)[is_written], expected[is_written], rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_that_no_query_sees_are_not_read(rng):
+    """All slots that none of a call's queries may see hold NaN."""
+    sequences = Sequences(rng)
+    for _ in range(TREE_SIZE // STEP):
+        query, index = sequences.add(np.full(SEQUENCES, STEP))
+    sees = np.zeros((SEQUENCES, STEP, CAPACITY + 6), bool)  # of whole blocks
+    for sequence, token in np.ndindex(SEQUENCES, STEP):
+        prompt = sequences.prompts[sequence]
+        branch = branch_of(index[sequence, token] - prompt, sequences.parents[sequence])
+        sees[sequence, token, [*range(prompt), *(prompt + node for node in branch)]] = True
+    is_seen = sees[..., :CAPACITY].any(1)[..., None, None]
+    cache = dataclasses.replace(
+        sequences.cache,
+        key=jnp.where(is_seen, sequences.cache.key, jnp.nan),
+        value=jnp.where(is_seen, sequences.cache.value, jnp.nan),
+    )
+    outputs = [
+        attend(query, cache, index, sequences.parents, sequences.prompts, None, mask=None, implementation=name)
+        for name in ("blockwise", "dense")
+    ]
+    np.testing.assert_allclose(*outputs, rtol=1e-12, atol=1e-12)
+    assert np.isfinite(outputs[0]).all()
+
+    @jax.jit
+    def find_tile_kinds(query, cache, tree):
+        nothing = dict.fromkeys(("sequences", "query_positions", "scale", "logits_soft_cap", "sinks"))
+        inputs, call = make_decode_call(query, cache, None, tree=tree, **nothing)
+        return block_tile_kinds(call.mask, inputs.query_positions, inputs.blocks())
+
+    tile_kinds = find_tile_kinds(query, cache, TokenTree.of_parents(sequences.parents, sequences.prompts))
+    by_block = sees.reshape(SEQUENCES, STEP, -1, cache.block_size)
+    np.testing.assert_array_equal(tile_kinds != TileKind.EMPTY, by_block.any((1, 3)))
+    np.testing.assert_array_equal(tile_kinds == TileKind.FULL, by_block.all((1, 3)))
+
+
+def test_a_batch_of_some_sequences(rng):
+    sequences, chosen = Sequences(rng), rng.permutation(SEQUENCES)[:2]
+    query, index = sequences.add(np.full(SEQUENCES, STEP))
+    attend_causally = functools.partial(attend, mask=CausalMask(), implementation="dense")
+    of_all = attend_causally(query, sequences.cache, index, sequences.parents, sequences.prompts, None)
+    some = [x[chosen] for x in (index, sequences.parents, sequences.prompts)]
+    of_some = attend_causally(query[chosen], sequences.cache, *some, None, sequences=chosen)
+    np.testing.assert_allclose(of_some, of_all[chosen], rtol=1e-12, atol=1e-12)
+    kept = keep(sequences.cache, np.zeros((2, 1), int), sequences.prompts[chosen], None, chosen)
+    expected = sequences.prompts + STEP
+    expected[chosen] = sequences.prompts[chosen] + 1
+    np.testing.assert_array_equal(kept.lengths, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenTree.of_parents([-1, 1], [3]), "parents[1]=1 must be from -1 to 0: a parent stands before its"),
+        (lambda: TokenTree.of_parents([[-1, 0], [-1, -2]], [3, 3]), "parents[1, 1]=-2 must be from -1 to 0"),
+        (
+            lambda: TokenTree.of_parents([[-1]], [3, 4]),
+            "parents must be integers [B, M] or [M], and start integers [B]",
+        ),
+        (lambda: TokenTree.of_parents([], [3]), "got [0] and [1]"),
+        (lambda: TokenTree.of_parents([-0.5], [3]), "parents must be integers, got float64[1]"),
+        (lambda: TokenTree.of_parents([-1], 3), "got [1] and []"),
+        (lambda: attend_to_tree([-1, 0]), "tree must be a TokenTree, got list; use TokenTree.of_parents"),
+        (lambda: attend_to_tree(of_three(1)), "tree is of 3 sequences and 1 tokens; expected a tree of 3 sequences"),
+        (lambda: attend_to_tree(TokenTree.of_parents([-1, 0], [3])), "tree is of 1 sequences and 2 tokens"),
+        (
+            lambda: attend_to_tree(of_three(2), UnifiedCache.empty(3, 16, 2, 8, dtype=jnp.float32, block_size=16)),
+            "a UnifiedCache takes no tree; use a SlabCache, or give each branch a sequence of its own",
+        ),
+        (lambda: empty_slab().keep_path([0, 1], [1, 1, 1]), "path must be integers [B, A], and start integers [B]"),
+        (lambda: empty_slab().keep_path([[0]], [1]), "a batch of 1 for a cache of 3 sequences"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def empty_slab():
+    return SlabCache.empty(3, 16, 2, 8, dtype=jnp.float32)
+
+
+def of_three(size):
+    return TokenTree.of_parents(np.arange(size) - 1, [1, 1, 1])
+
+
+def attend_to_tree(tree, cache=None):
+    return decode_attention(jnp.ones((3, 2, 2, 8), jnp.float32), cache or empty_slab(), tree=tree)
+
+
+def test_triton_kernels_in_the_interpreter(rng):
+    """More new tokens than there are bits in a word; NaN and infinity stand where no token does."""
+    package = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
+    if not package.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=1 isn't set: the kernels are compiled, for a GPU")
+    size, prompt = 33, rng.integers(1, 40, 1)
+    parents = random_parents(rng, size)
+    cache = SlabCache.empty(1, 80, 1, HEAD_DIM, dtype=jnp.float16, block_size=16)
+    make = lambda: jnp.asarray(rng.standard_normal((1, 40, 1, HEAD_DIM)), jnp.float16)  # noqa: E731
+    for count in (prompt, np.full(1, size)):
+        cache = write(cache, make(), make(), count)
+    cache, query = poisoned(cache), make()[:, :size]
+    results = [
+        attend(query, cache, None, parents, prompt, None, mask=LocalMask(30, 0), implementation=implementation)
+        for implementation in (TritonDecodeTuning(num_programs=2, interpret=True), "dense")
+    ]
+    np.testing.assert_allclose(*results, atol=3e-3)

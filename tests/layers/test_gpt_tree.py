@@ -15,13 +15,13 @@ from tests.compilations import count_compilations
 WINDOW = CausalMask() & LocalMask(5, 0)
 CONFIG = GPTConfig(
     vocab_size=64,
-    num_layers=3,
+    num_layers=2,
     width=16,
     num_heads=4,
     num_kv_heads=2,
     head_dim=4,
     mlp_width=24,
-    masks=(WINDOW, CausalMask(), MultiHeadMask([WINDOW, ChunkedCausalMask(7), CausalMask(), WINDOW])),
+    masks=(WINDOW, MultiHeadMask([WINDOW, ChunkedCausalMask(7), CausalMask(), WINDOW])),
     sinks=True,
     logits_soft_cap=2.0,
     implementation="reference",
