@@ -27,9 +27,10 @@ _CHAIN = -1  # number of the tokens before the tree
 class TokenTree(NamedTuple):
     """Where the newest tokens of each sequence branch. Make one with `TokenTree.of_parents`.
 
-    Each of these tokens sees all tokens before the tree, its own ancestors and itself. Its position is its distance
-    from the sequence's first token along its own branch: masks and rotary embeddings count that. The tokens may be
-    written in one call or in many. Those that aren't written yet are seen by none.
+    Each of these tokens sees all tokens before the tree, its own ancestors and itself, as far as a mask allows it. Its
+    position is its distance from the sequence's first token along its own branch: masks and rotary embeddings count
+    that. The tokens may be written in one call or in many. No token sees those that aren't written yet, and one that is
+    written behind the tree's last sees nothing.
 
     Attributes:
       start: index in the sequence of the tree's first token: the number of tokens that were written before.
@@ -89,7 +90,7 @@ class TokenTree(NamedTuple):
         """Positions and numbers of tokens, from their indices in the sequence."""
         node = index - self.start[:, None]
         size = self.depths.shape[1]
-        # A token behind the tree's last is no one's ancestor or descendant.
+        # Behind the tree's last token, no token is an ancestor or a descendant.
         is_chain, is_known = node < 0, node < size
         depth, number, end = (
             jnp.take_along_axis(of_nodes, node.clip(0, size - 1), axis=1)

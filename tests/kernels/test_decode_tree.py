@@ -30,7 +30,8 @@ from kernels.masks import TileKind
 from tests.kernels.decode_session import poisoned, strided
 
 SEQUENCES, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 3, 4, 2, 8, 12
-LONGEST_PROMPT, TREE_SIZE, STEP = 30, 12, 4
+# The first tokens behind a prompt don't branch.
+LONGEST_PROMPT, TREE_SIZE, STEP, FIRST = 30, 12, 4, 2
 CAPACITY = LONGEST_PROMPT + TREE_SIZE
 
 
@@ -76,13 +77,19 @@ class Sequences:
     def __init__(self, rng, capacity=CAPACITY, block_size=8):
         self.rng = rng
         self.prompts = rng.integers(1, LONGEST_PROMPT + 1, SEQUENCES)
-        self.parents = np.stack([random_parents(rng) for _ in range(SEQUENCES)])
+        below = np.stack([random_parents(rng, TREE_SIZE - FIRST) for _ in range(SEQUENCES)])
+        self.parents = np.concatenate([np.tile(np.arange(FIRST) - 1, (SEQUENCES, 1)), below + FIRST], axis=1)
         cache = SlabCache.empty(
             SEQUENCES, capacity, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM, dtype=jnp.float64, block_size=block_size
         )
         self.num_written = np.zeros(SEQUENCES, int)  # of each tree
         self.key, self.value = self.draw(CAPACITY, KV_HEADS, HEAD_DIM), self.draw(CAPACITY, KV_HEADS, VALUE_DIM)
         self.cache = poisoned(write(cache, self.key[:, :LONGEST_PROMPT], self.value[:, :LONGEST_PROMPT], self.prompts))
+
+    @property
+    def tree(self):
+        """The parents and the start of the part in which tokens branch: a call may hold tokens before it, too."""
+        return np.maximum(self.parents[:, FIRST:] - FIRST, -1), self.prompts + FIRST
 
     def draw(self, *shape):
         return self.rng.standard_normal((SEQUENCES, *shape))
@@ -104,10 +111,14 @@ class Sequences:
             prompt, node = self.prompts[sequence], index[sequence, token] - self.prompts[sequence]
             if node >= self.num_written[sequence]:
                 continue
-            branch = [*range(prompt), *(prompt + n for n in branch_of(node, self.parents[sequence]))]
+            nodes = branch_of(node, self.parents[sequence])
+            own_position = prompt + len(nodes) - 1
+            if node < FIRST:  # Where tokens don't branch, the mask alone says who sees whom.
+                nodes = range(min(FIRST, self.num_written[sequence]))
+            branch = [*range(prompt), *(prompt + node for node in nodes)]
             for head in range(HEADS):
                 allowed = OF_HEADS[head] if allows is None else allows
-                seen = [at for position, at in enumerate(branch) if allowed(len(branch) - 1, position)]
+                seen = [at for position, at in enumerate(branch) if allowed(own_position, position)]
                 kv_head = head // (HEADS // KV_HEADS)
                 logits = self.key[sequence, seen, kv_head] @ query[sequence, token, head] / np.sqrt(HEAD_DIM)
                 if soft_cap is not None:
@@ -159,8 +170,7 @@ def test_each_token_sees_its_own_branch(name, implementation, rng):
                 query,
                 sequences.cache,
                 index,
-                sequences.parents,
-                sequences.prompts,
+                *sequences.tree,
                 sinks,
                 mask=mask,
                 implementation=implementation,
@@ -222,7 +232,7 @@ def test_blocks_that_no_query_sees_are_not_read(rng):
         value=jnp.where(is_seen, sequences.cache.value, jnp.nan),
     )
     outputs = [
-        attend(query, cache, index, sequences.parents, sequences.prompts, None, mask=None, implementation=name)
+        attend(query, cache, index, *sequences.tree, None, mask=None, implementation=name)
         for name in ("blockwise", "dense")
     ]
     np.testing.assert_allclose(*outputs, rtol=1e-12, atol=1e-12)
@@ -234,7 +244,7 @@ def test_blocks_that_no_query_sees_are_not_read(rng):
         inputs, call = make_decode_call(query, cache, None, tree=tree, **nothing)
         return block_tile_kinds(call.mask, inputs.query_positions, inputs.blocks())
 
-    tile_kinds = find_tile_kinds(query, cache, TokenTree.of_parents(sequences.parents, sequences.prompts))
+    tile_kinds = find_tile_kinds(query, cache, TokenTree.of_parents(*sequences.tree))
     by_block = sees.reshape(SEQUENCES, STEP, -1, cache.block_size)
     np.testing.assert_array_equal(tile_kinds != TileKind.EMPTY, by_block.any((1, 3)))
     np.testing.assert_array_equal(tile_kinds == TileKind.FULL, by_block.all((1, 3)))
@@ -244,14 +254,24 @@ def test_a_batch_of_some_sequences(rng):
     sequences, chosen = Sequences(rng), rng.permutation(SEQUENCES)[:2]
     query, index = sequences.add(np.full(SEQUENCES, STEP))
     attend_causally = functools.partial(attend, mask=CausalMask(), implementation="dense")
-    of_all = attend_causally(query, sequences.cache, index, sequences.parents, sequences.prompts, None)
-    some = [x[chosen] for x in (index, sequences.parents, sequences.prompts)]
+    of_all = attend_causally(query, sequences.cache, index, *sequences.tree, None)
+    some = [x[chosen] for x in (index, *sequences.tree)]
     of_some = attend_causally(query[chosen], sequences.cache, *some, None, sequences=chosen)
     np.testing.assert_allclose(of_some, of_all[chosen], rtol=1e-12, atol=1e-12)
     kept = keep(sequences.cache, np.zeros((2, 1), int), sequences.prompts[chosen], None, chosen)
     expected = sequences.prompts + STEP
     expected[chosen] = sequences.prompts[chosen] + 1
     np.testing.assert_array_equal(kept.lengths, expected)
+
+
+def test_a_token_behind_the_last_of_the_tree_sees_nothing(rng):
+    sequences = Sequences(rng)
+    for _ in range(2):
+        query, index = sequences.add(np.full(SEQUENCES, STEP))
+    parents, start = sequences.tree
+    output = attend(query, sequences.cache, index, parents[:, :STEP], start, None, mask=None, implementation="dense")
+    is_behind = index >= start[:, None] + STEP
+    np.testing.assert_array_equal((output == 0).all((2, 3)), is_behind)
 
 
 @pytest.mark.parametrize(
