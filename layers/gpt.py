@@ -238,7 +238,8 @@ class GPT(nnx.Module):
         Raises:
           ValueError: a tree of other sequences or of fewer tokens, or longrope without a context length.
         """
-        positions = caches[0].lengths[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = caches[0].lengths[:, None] + offsets
         if tree is not None:
             positions = checked_tree(tree, *tokens.shape).positions(positions)
         rotations = self._make_rotations(tokens.shape[1], positions, context_length)

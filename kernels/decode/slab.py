@@ -177,16 +177,17 @@ class SlabCache:
         >>> cache.lengths.tolist(), cache.key[0, :6].ravel().tolist()
         ([6], [0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
         """
-        path, start = integers("path", path), integers("start", start)
-        if path.ndim != 2 or 0 in path.shape or start.shape != path.shape[:1]:
+        nodes, first = integers("path", path), integers("start", start)
+        if nodes.ndim != 2 or 0 in nodes.shape or first.shape != nodes.shape[:1]:
             raise ValueError(
-                f"path must be integers [B, A], and start integers [B], got {list(path.shape)} and {list(start.shape)}"
+                f"path must be integers [B, A], and start integers [B], got {list(nodes.shape)} and {list(first.shape)}"
             )
-        chosen = sequences_of_batch(sequences, len(path), self.num_sequences, distinct=True)
-        path, start = (jnp.asarray(numbers.astype(np.int32)) for numbers in (path, start))
-        key, value = self.read(chosen, (start[:, None] + path) % self.capacity)
-        before = start if chosen is None else self.lengths.at[chosen].set(start, mode="drop")
-        return dataclasses.replace(self, lengths=before).write(key, value, sequences=sequences, num_tokens=num_tokens)
+        chosen = sequences_of_batch(sequences, len(nodes), self.num_sequences, distinct=True)
+        before = jnp.asarray(first.astype(np.int32))
+        slots = (before[:, None] + nodes.astype(np.int32)) % self.capacity
+        lengths = before if chosen is None else self.lengths.at[chosen].set(before, mode="drop")
+        shortened = dataclasses.replace(self, lengths=lengths)
+        return shortened.write(*self.read(chosen, slots), sequences=sequences, num_tokens=num_tokens)
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
         """Ends sequences: they hold no tokens, and others may start in their slots.

@@ -19,6 +19,7 @@ from kernels.decode.blocks import BlockSummary
 from kernels.decode.tokens import integers
 from kernels.masks.intervals import array_namespace
 
+_ArrayLike = Array | np.ndarray
 _LOWEST, _HIGHEST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
 _WORD_BITS = 32
 _CHAIN = -1  # number of the tokens before the tree
@@ -45,7 +46,7 @@ class TokenTree(NamedTuple):
     ends: Int[Array, "B M"]
 
     @staticmethod
-    def of_parents(parents: Int[Array, "*B M"], start: Int[Array, " B"]) -> TokenTree:
+    def of_parents(parents: Int[_ArrayLike, "*B M"], start: Int[_ArrayLike, " B"]) -> TokenTree:
         """A tree, or several beside one another, from each token's parent.
 
         Args:
