@@ -274,7 +274,7 @@ def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) 
     Args:
       mask: of the attention over the cache; None allows all.
       max_length: tokens that a sequence may reach, in all.
-      tokens_per_step: tokens that are written before a query looks.
+      tokens_per_step: tokens that are written before a query looks; with a tree, all of the tree's.
 
     Raises:
       ValueError: a count below 1, or something else than a mask.

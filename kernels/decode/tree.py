@@ -3,8 +3,8 @@
 A depth-first walk numbers the tree's nodes. The descendants of a node have the numbers of one interval, so that two
 comparisons say whether one token is the ancestor of another, in whatever order the tokens were written.
 
-Dimensions: B batch (each element one sequence), M tokens of a tree, T new tokens of a call, W = ⌈T / 32⌉
-words of a set of them, C slots, J blocks.
+Dimensions: B batch (each element one sequence), M tokens of a tree, T new tokens of a call, W = ⌈T / 32⌉ words
+of a set of them, C slots, J blocks.
 """
 
 from __future__ import annotations

@@ -314,10 +314,11 @@ def attend_to_tree(tree, cache=None):
     return decode_attention(jnp.ones((3, 2, 2, 8), jnp.float32), cache or empty_slab(), tree=tree)
 
 
-def test_triton_kernels_in_the_interpreter(rng):
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_triton_kernels(interpret, rng):
     """More new tokens than there are bits in a word; NaN and infinity stand where no token does."""
     package = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
-    if not package.knobs.runtime.interpret:
+    if interpret and not package.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 isn't set: the kernels are compiled, for a GPU")
     size, prompt = 33, rng.integers(1, 40, 1)
     parents = random_parents(rng, size)
@@ -328,6 +329,6 @@ def test_triton_kernels_in_the_interpreter(rng):
     cache, query = poisoned(cache), make()[:, :size]
     results = [
         attend(query, cache, None, parents, prompt, None, mask=LocalMask(30, 0), implementation=implementation)
-        for implementation in (TritonDecodeTuning(num_programs=2, interpret=True), "dense")
+        for implementation in (TritonDecodeTuning(num_programs=2, interpret=interpret), "dense")
     ]
     np.testing.assert_allclose(*results, atol=3e-3)
