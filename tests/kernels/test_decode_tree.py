@@ -74,13 +74,13 @@ def branch_of(node, parents):
 class Sequences:
     """What was ever written to some sequences: prompts, and trees behind them."""
 
-    def __init__(self, rng, capacity=CAPACITY, block_size=8):
+    def __init__(self, rng, capacity=CAPACITY):
         self.rng = rng
         self.prompts = rng.integers(1, LONGEST_PROMPT + 1, SEQUENCES)
         below = np.stack([random_parents(rng, TREE_SIZE - FIRST) for _ in range(SEQUENCES)])
         self.parents = np.concatenate([np.tile(np.arange(FIRST) - 1, (SEQUENCES, 1)), below + FIRST], axis=1)
         cache = SlabCache.empty(
-            SEQUENCES, capacity, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM, dtype=jnp.float64, block_size=block_size
+            SEQUENCES, capacity, KV_HEADS, HEAD_DIM, value_dim=VALUE_DIM, dtype=jnp.float64, block_size=8
         )
         self.num_written = np.zeros(SEQUENCES, int)  # of each tree
         self.key, self.value = self.draw(CAPACITY, KV_HEADS, HEAD_DIM), self.draw(CAPACITY, KV_HEADS, VALUE_DIM)
@@ -166,15 +166,8 @@ def test_each_token_sees_its_own_branch(name, implementation, rng):
         sequences, sinks = Sequences(rng, capacity), rng.standard_normal(HEADS)
         for _ in range(TREE_SIZE // STEP):
             query, index = sequences.add(rng.integers(0, STEP + 1, SEQUENCES))
-            output = attend(
-                query,
-                sequences.cache,
-                index,
-                *sequences.tree,
-                sinks,
-                mask=mask,
-                implementation=implementation,
-            )
+            tree = sequences.tree
+            output = attend(query, sequences.cache, index, *tree, sinks, mask=mask, implementation=implementation)
             expected = sequences.expected(query, index, allows, sinks, 3.0)
             counts = ~np.isnan(expected)
             np.testing.assert_allclose(np.asarray(output)[counts], expected[counts], rtol=1e-12, atol=1e-12)
