@@ -201,12 +201,12 @@ def fill_sequence(
     sequence = empty_sequence(sequence_length)
     streams = documents.streams([(document, start, start + length + 1) for document, start, length in pieces])
     offset = 0
-    for number, (_, _, length) in enumerate(pieces):
+    for number, (document, start, length) in enumerate(pieces):
         place = slice(offset, offset + length)
         # A stream is one token longer than its piece has targets.
         stream = streams[offset + number : offset + number + length + 1]
         sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
-        sequence["weights"][place] = 1
+        sequence["weights"][place] = documents.weights(document, start, length)
         # Ranks compare the lowest and the highest ids of their blocks, to know whose keys they need. Ids that only
         # fall, to the padding's, make these ranges narrow.
         sequence["segment_ids"][place] = len(pieces) - number
