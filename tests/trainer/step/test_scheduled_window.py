@@ -40,7 +40,7 @@ def run_step(functions, batch, step):
     """The metrics of a training step, and the validation loss of the parameters that it leaves."""
     batch, state = put(batch, functions.mesh), functions.init_state()
     state, metrics = functions.train_step(state._replace(step=state.step + (step - 1)), batch)
-    return metrics, functions.eval_step(state.params, batch, state.step)[0]
+    return metrics, functions.eval_step(state.params, batch, state.step).nats
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_its_width(rng):
