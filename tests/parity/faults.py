@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels import CausalMask
-from layers import ActivationSharding
+from layers import attention
 from tests.parity.cases import Case, Placement, Problem
 from trainer.step import train_step
 
@@ -40,9 +40,9 @@ def injected(fault: str) -> AbstractContextManager[Any]:
 
 
 def _in_attention(fault: str) -> AbstractContextManager[Any]:
-    attend = ActivationSharding.dot_product_attention
+    attend = attention.attend_over_mesh
 
-    def with_fault(self, query, key, value, mask, *, segment_ids, **options):
+    def with_fault(query, key, value, mask, layout, *, segment_ids, **options):
         if fault == "wrong scale":
             options["scale"] = 1.01 * query.shape[-1] ** -0.5
         elif fault == "dropped document boundary":
@@ -51,9 +51,9 @@ def _in_attention(fault: str) -> AbstractContextManager[Any]:
             mask = CausalMask()
         elif fault == "wrong gradient":
             value = _with_scaled_gradient(value)
-        return attend(self, query, key, value, mask, segment_ids=segment_ids, **options)
+        return attend(query, key, value, mask, layout, segment_ids=segment_ids, **options)
 
-    return mock.patch.object(ActivationSharding, "dot_product_attention", with_fault)
+    return mock.patch.object(attention, "attend_over_mesh", with_fault)
 
 
 def _in_losses(fault: str) -> AbstractContextManager[Any]:

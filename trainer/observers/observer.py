@@ -95,7 +95,7 @@ class LogWindow:
     data_wait_s: float
     """Seconds of the window in which the host waited for data."""
     tokens_per_s: float
-    """Of documents: padding doesn't count."""
+    """Of documents, whatever their targets' weights: padding doesn't count."""
     mfu_causal: float | None
     """Model FLOPs utilisation; None: the devices' peak is unknown."""
     left_s: float

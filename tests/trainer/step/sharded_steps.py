@@ -35,8 +35,8 @@ def make_batch(rng):
 
 def put(batch, mesh):
     """A batch on the devices, as a run puts it there."""
-    sharding = batch_sharding(mesh)
-    share = BatchShare(batch, indices_of_process(sharding, BATCH_SIZE, LENGTH), (np.zeros(0, np.int64),) * BATCH_SIZE)
+    sharding, batch_size = batch_sharding(mesh), len(batch["tokens"])
+    share = BatchShare(batch, indices_of_process(sharding, batch_size, LENGTH), (np.zeros(0, np.int64),) * batch_size)
     return make_global_batch(share, sharding)
 
 
@@ -63,7 +63,7 @@ def draw_params(rng, model):
 
 def gradients_on(mesh_config, gradient_accumulation, model, params, batch):
     """Gradients of all parameters by their paths, and the sums of the loss."""
-    config = make_config(mesh_config, gradient_accumulation, model)
+    config = make_config(mesh_config, gradient_accumulation, model, batch_size=len(batch["tokens"]))
     functions = make_step_functions(config, make_mesh(mesh_config))
     params = jax.device_put(params, functions.state_shardings.params)
     gradients, sums = functions.gradients(params, put(batch, functions.mesh))

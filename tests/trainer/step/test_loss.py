@@ -159,10 +159,11 @@ def tells_apart(one, other) -> bool:
 
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
-    ("chunk_size", "cap", "z_loss"), [(64, None, 1e-2), (1000, 3.0, 1e-2), (100, None, 0.0)], ids=repr
+    ("chunk_size", "cap", "z_loss"), [(64, None, 1e-3), (1000, 3.0, 1e-3), (100, None, 0.0)], ids=repr
 )
 def test_exponentials_match_dense_float64(rng, chunk_size, cap, z_loss):
     inputs = make_inputs(rng, 2, 95, 64, 192)
+    inputs[3][:] *= rng.choice([0.25, 1, 3, -0.5], inputs[3].shape, p=(0.3, 0.3, 0.3, 0.1))
     options = {"chunk_size": chunk_size, "z_loss": z_loss, "logits_soft_cap": cap}
     of_exponentials, of_logits = value_and_gradients_both_ways(*inputs, **options)
     assert_is_dense(*of_exponentials, *inputs, z_loss, cap)
@@ -212,6 +213,21 @@ def exact_exponentials(hidden, head, shifts, *, soft_cap):
         logits, slopes = soft_cap * jnp.tanh(logits / soft_cap), 1 / jnp.cosh(logits / soft_cap) ** 2
     terms = jnp.exp(logits - shifts[:, None])
     return terms * slopes, terms.sum(1)
+
+
+@pytest.mark.parametrize(("weight", "num_recomputed"), [(-1.0, 0), (1e-25, 1)])
+def test_a_weight_that_would_be_lost_in_float32_is_computed_from_logits(weight, num_recomputed, rng):
+    hidden, head, targets, weights = make_inputs(rng, 1)
+    logits = hidden[0, 5] @ head
+    hidden[0, 5] *= 45 / np.ptp(logits)
+    targets[0, 5] = logits.argmin()  # its probability is about 1e-20
+    weights[:] = weight * (np.arange(weights.size) == 5)
+    inputs = hidden, head, targets, weights
+    options = {"chunk_size": 16, "z_loss": 1e-3}
+    loss, gradients = value_and_gradients(*inputs, **options, exp_logits=exact_exponentials)
+    assert loss.num_recomputed == num_recomputed
+    for found, expected in zip((loss.nats, loss.z, *gradients), dense_oracle(*inputs, 1e-3), strict=True):
+        assert relative_error(found, expected) < 1e-4
 
 
 @pytest.mark.usefixtures("eight_devices", "float64")
