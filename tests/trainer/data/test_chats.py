@@ -248,7 +248,8 @@ def test_generation_tags_in_a_macro_and_around_a_part_are_followed(load_chats, f
         "{{ message.content }}{% endgeneration %}<|stop|>{% else %}<|user|>{{ message.content }}<|stop|>{% endif %}"
         "{% endmacro %}{% for message in messages %}{{ turn(message) }}{% endfor %}"
     )
-    answer = random_text(rng) + "🙂"  # the tokens of one character all count
+    # A mark may take white space behind it with it. The tokens of one character all count.
+    answer = random_text(rng).lstrip() + "🙂"
     documents = load_chats([{"messages": turns("a", answer)}], template=str(template))
     tokens, weights = read(documents, 0)
     counted = [token for token, weight in zip(tokens[1:], weights, strict=True) if weight]
@@ -258,7 +259,9 @@ def test_generation_tags_in_a_macro_and_around_a_part_are_followed(load_chats, f
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 @pytest.mark.parametrize("loss", ["assistant", "last"])
 def test_a_chat_that_is_too_long_ends_with_a_turn_that_fits_or_is_dropped(load_chats, folder, rng, too_long, loss):
-    rows = random_rows(rng, 40, most=8)
+    short, long = "reads a long", "reads a long context " * 200
+    rows = [{"messages": turns(short, short, short, long)}, {"messages": turns(long, short)}]  # cut, and dropped
+    rows += random_rows(rng, 38, most=8)
     whole = [expected_of(row, folder, loss) for row in rows]
     length = int(np.percentile([len(tokens) for tokens, _ in whole], 15))
     documents = load_chats(rows, loss=loss, too_long=too_long)
