@@ -61,7 +61,7 @@ def finetuned(init_from: str, chats: str, longest: int) -> TrainConfig:
 def from_scratch(longest: int) -> TrainConfig:
     """A phase for each length: the shortest chats for two layers to learn to copy, longer ones to look further back."""
     phases = (
-        Phase(num_steps=500),
+        Phase(num_steps=1500),
         Phase(num_steps=250, sequence_length=LENGTHS[1], batch_size=8, rope_base=1e4, **later(short=1, long=3)),
         Phase(
             num_steps=200, sequence_length=LENGTHS[2], batch_size=2, rope_base=1e6, **later(short=1, long=1, longest=4)
