@@ -18,8 +18,6 @@ Shapes: D documents of a source, T tokens in a sequence.
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -29,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from trainer.config import SourceConfig
-from trainer.data.documents import splitmix64
+from trainer.data.documents import shuffled, splitmix64
 from trainer.data.packing import Piece
 from trainer.errors import DataError, DataUsedUpError
 
@@ -332,16 +330,15 @@ class _Source:
 
     def _make_order(self) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
         """The documents of this epoch, in order, and the rank of each among all documents."""
-        key = hashlib.blake2b(json.dumps([self._seed, self.config.name, self.epoch]).encode(), digest_size=8)
-        documents = splitmix64(np.arange(len(self._num_targets), dtype=np.uint64))
-        order = np.argsort(splitmix64(documents ^ np.frombuffer(key.digest(), "<u8")[0]), kind="stable")
+        order = shuffled(len(self._num_targets), self._seed, self.config.name, self.epoch)
         # All documents are ranked alike whatever is left out, so that a place outlives other weights.
-        ranks = np.flatnonzero(self._are_drawn(documents)[order])
+        ranks = np.flatnonzero(self._are_drawn()[order])
         self._order = order[ranks], ranks
         return self._order
 
-    def _are_drawn(self, documents: np.ndarray) -> Bool[np.ndarray, " D"]:
+    def _are_drawn(self) -> Bool[np.ndarray, " D"]:
         """The documents that come in this epoch: one of a third of the largest weight in every third epoch."""
+        documents = splitmix64(np.arange(len(self._num_targets), dtype=np.uint64))
         # Of few bits, so that the sums are exact where the rate is 1.
         offsets = (documents >> np.uint64(40)).astype(np.float64) / 2**24
         return np.floor((self.epoch + 1) * self._rates + offsets) > np.floor(self.epoch * self._rates + offsets)
