@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64, Shaped
 
-from trainer.data.documents import Documents, shuffled
+from trainer.data.documents import shuffled
 from trainer.data.packing import PackedSequences
 from trainer.data.tree_packing import pack
 
@@ -53,26 +53,26 @@ class Epochs:
     """The packed sequences of all epochs by their numbers, for several threads. Number 0 is at a place.
 
     Args:
-        documents: documents, or trees.
-        sequence_length: T.
+        sequences: those of a whole epoch.
         seed: of the orders.
         place: the place.
 
     Attributes:
-        all: the sequences of a whole epoch.
-        rest: those of the epoch that the place is in, from the last change of the length on.
+        rest: the sequences of the epoch that the place is in, from the last change of the length on.
 
     Raises:
         ValueError: there is no such place.
     """
 
-    def __init__(self, documents: Documents, sequence_length: int, seed: int, place: EpochPlace):
-        self.sequence_length, self._seed, self._epoch = sequence_length, seed, place.epoch
+    def __init__(self, sequences: PackedSequences, seed: int, place: EpochPlace):
+        self.sequence_length = sequence_length = sequences.sequence_length
+        self._seed, self._epoch = seed, place.epoch
         is_same_length = bool(place.read) and place.read[-1][0] == sequence_length
         self._before = place.read[:-1] if is_same_length else place.read
         self._num_read = place.read[-1][1] if is_same_length else 0
-        self.all = self.rest = pack(documents, sequence_length)
+        self._all = self.rest = sequences
         self._order_of = functools.lru_cache(maxsize=2)(self._make_order)
+        documents = sequences.documents
         for turn, (length, num_read) in enumerate(self._before):
             packed = pack(documents, length)
             read = shuffled(len(packed), seed, place.epoch, turn)[: _within(packed, num_read)]
@@ -98,24 +98,24 @@ class Epochs:
 
     def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
         """A sequence of padding."""
-        return self.all.empty_sequence()
+        return self._all.empty_sequence()
 
     def _find(self, number: int) -> tuple[int, int]:
         """The epoch of a sequence, and its index in the order from the epoch's last change of length on."""
         index = self._num_read + number
         if index < len(self.rest):
             return self._epoch, index
-        num_epochs, index = divmod(index - len(self.rest), len(self.all))
+        num_epochs, index = divmod(index - len(self.rest), len(self._all))
         return self._epoch + 1 + num_epochs, index
 
     def _sequence(self, number: int) -> tuple[PackedSequences, int]:
         epoch, index = self._find(number)
-        return self.rest if epoch == self._epoch else self.all, int(self._order_of(epoch)[index])
+        return self.rest if epoch == self._epoch else self._all, int(self._order_of(epoch)[index])
 
     def _make_order(self, epoch: int) -> Int64[np.ndarray, " sequences"]:
         if epoch == self._epoch:
             return shuffled(len(self.rest), self._seed, epoch, len(self._before))
-        return shuffled(len(self.all), self._seed, epoch, 0)
+        return shuffled(len(self._all), self._seed, epoch, 0)
 
 
 def are_left_out(shares: Float64[np.ndarray, " D"]) -> Bool[np.ndarray, " D"]:

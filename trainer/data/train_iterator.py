@@ -11,6 +11,7 @@ from trainer.data.batch_reader import BatchShare, Sequences
 from trainer.data.corpora import Corpus
 from trainer.data.epochs import EpochPlace, Epochs
 from trainer.data.token_cache import OnProgress
+from trainer.data.tree_packing import pack
 from trainer.errors import DataError
 
 # Half of what grain can count, so that no place is near the end of its endless stream.
@@ -175,8 +176,9 @@ class PackedIterator(TrainIterator):
 
     def __init__(self, corpus: Corpus, *, on_progress: OnProgress, **options: Any):
         super().__init__(corpus, **options)
+        self._packed = pack(corpus.train, self._sequence_length)
         self._go_to(EpochPlace())
-        if (num_sequences := len(self._sequences.all)) < self._batch_size:
+        if (num_sequences := len(self._packed)) < self._batch_size:
             on_progress(
                 f"training fills {num_sequences} of the {self._batch_size} sequences of {self._sequence_length:,} "
                 "tokens that batch_size asks for: they repeat within a batch"
@@ -184,10 +186,10 @@ class PackedIterator(TrainIterator):
 
     @property
     def padding_fraction(self) -> float:
-        return self._sequences.all.padding_fraction
+        return self._packed.padding_fraction
 
     def sharing(self) -> dict[str, int] | None:
-        return self._sequences.all.sharing()
+        return self._packed.sharing()
 
     def get_state(self) -> dict[str, Any]:
         num_read = self._num_read()
@@ -212,9 +214,8 @@ class PackedIterator(TrainIterator):
         return self._describe_change(changed, place, theirs.get("sequence_length"))
 
     def _go_to(self, place: EpochPlace, position: int = 0) -> None:
-        epochs = Epochs(self._corpus.train, self._sequence_length, self._seed, place)
+        self._go_on_with(Epochs(self._packed, self._seed, place))
         self._start = position
-        self._go_on_with(epochs)
 
     def _describe_change(self, changed: Sequence[str], place: EpochPlace, length_before: Any) -> list[str]:
         """Lines about other sequences than before, the first of which are at a place."""

@@ -56,9 +56,7 @@ def read(iterator, count=None) -> Counter:
 def shares(documents, targets: Counter) -> list[float]:
     """The share of each document's targets that is among some targets."""
     streams = [[END, *tokens, END] for tokens in documents]
-    return [
-        float(np.mean([targets[pair] for pair in zip(stream[:-1], stream[1:], strict=True)])) for stream in streams
-    ]
+    return [float(np.mean([targets[pair] for pair in itertools.pairwise(stream)])) for stream in streams]
 
 
 @pytest.mark.parametrize("lengths", [(16, 64), (64, 16), (50, 400, 130)])
