@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from trainer.data.batch_reader import BatchShare, Sequences
@@ -203,41 +203,41 @@ class PackedIterator(TrainIterator):
             self._refuse_tokens(state, allow_changed)
             if not allow_changed:
                 self._refuse_documents(theirs.get("corpus"))
-        changed = ["corpus"] * (not is_same) + ["mixture"] * ("mixture" in state)
         try:
-            place = EpochPlace() if "mixture" in state else EpochPlace.from_json(state)
-            if changed:
-                place = EpochPlace(place.epoch + bool(place.read))
-            self._go_to(place, position)
+            # The corpus of a mixture is another one.
+            place = EpochPlace() if "mixture" in state and not is_same else EpochPlace.from_json(state)
+            self._go_to(place if is_same else EpochPlace(place.epoch + bool(place.read)), position)
         except (TypeError, KeyError, ValueError) as error:
             raise unreadable(error) from error
-        return self._describe_change(changed, place, theirs.get("sequence_length"))
+        if is_same:
+            return self._describe_length(place.epoch + 1, theirs.get("sequence_length"))
+        return [
+            (
+                "the documents are other ones than before (corpus changed): an epoch begins with them, none left out, "
+                "so that what was read of an unfinished one comes again"
+            ),
+            (
+                "the validation documents may be other ones, too, and such as have been trained on: losses don't "
+                "compare with those up to here"
+            ),
+        ]
 
     def _go_to(self, place: EpochPlace, position: int = 0) -> None:
         self._go_on_with(Epochs(self._packed, self._seed, place))
         self._start = position
 
-    def _describe_change(self, changed: Sequence[str], place: EpochPlace, length_before: Any) -> list[str]:
-        """Lines about other sequences than before, the first of which are at a place."""
-        ours, num_left = self._sequence_length, len(self._sequences.rest.documents)
-        if changed:
-            line = (
-                f"the sequences are other ones than before ({' and '.join(changed)} changed): epoch {place.epoch + 1} "
-                "begins with the new ones, none left out, so that what was read of an unfinished epoch comes again"
-            )
-        elif length_before != ours:
-            line = (
-                f"documents are packed into sequences of {ours:,} tokens (sequence_length={length_before} before): "
-                f"epoch {place.epoch + 1} goes on with {num_left:,} of its {len(self._corpus.train):,} documents, "
-                "those that are left"
-            )
-        else:
+    def _describe_length(self, epoch: int, before: Any) -> list[str]:
+        """A line if the sequences have another length than before."""
+        if before == self._sequence_length:
             return []
-        validation = (
-            "the validation documents may be other ones, too, and such as have been trained on: losses don't compare "
-            "with those up to here"
-        )
-        return [line, validation] if "corpus" in changed else [line]
+        num_left = len(self._sequences.rest.documents)
+        return [
+            (
+                f"documents are packed into sequences of {self._sequence_length:,} tokens (sequence_length={before} "
+                f"before): epoch {epoch} goes on with {num_left:,} of its {len(self._corpus.train):,} documents, those "
+                "that are left"
+            )
+        ]
 
 
 def read_state(state: Any) -> tuple[dict[str, Any], int]:

@@ -120,7 +120,7 @@ def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corp
     iterator = make_iterator(grown)
     notes = iterator.set_state(state, allow_changed=True)
     assert len(notes) == 2
-    assert "(corpus changed): epoch 1 begins with the new ones" in notes[0]
+    assert "(corpus changed): an epoch begins with them" in notes[0]
     assert "the validation documents may be other ones" in notes[1]
     again = make_iterator(grown)
     assert again.set_state(iterator.get_state()) == [], "the new documents are the run's own from then on"

@@ -218,7 +218,7 @@ def test_files_that_were_added_are_refused_or_begun_with_an_epoch(config, place,
     held = (tmp_path / "run" / "config.json").read_text()
     assert json.loads(held) == config_to_json(moved), "the refused attempt has left no config"
     _, told, grown = place(allowed)
-    assert "(corpus changed): epoch 2 begins with the new ones" in told[-2]
+    assert "(corpus changed): an epoch begins with them" in told[-2]
     assert "the validation documents may be other ones" in told[-1]
     assert [grown.get_state()[name] for name in ("position", "epoch", "read")] == [8, 1, []]
 
