@@ -173,6 +173,11 @@ def hash_of(*key: int | str) -> int:
 
 
 def shuffled(count: int, *key: int | str) -> Int64[np.ndarray, " N"]:
-    """The numbers below a count in an order that follows from a key, the same one with every version of NumPy."""
+    """The numbers below a count in an order that follows from a key, the same one with every version of NumPy.
+
+    Example:
+        >>> shuffled(8, 0, "name").tolist()
+        [5, 7, 6, 2, 4, 1, 0, 3]
+    """
     numbers = splitmix64(np.arange(count, dtype=np.uint64))
     return np.argsort(splitmix64(numbers ^ np.uint64(hash_of(*key))), kind="stable")
