@@ -29,22 +29,26 @@ from trainer.config.init_from import read_initial_model, with_initial_model
 LENGTHS = (32_768, 131_072)
 
 
-def get_config(init_from: str = "models/pretrained") -> TrainConfig:
+def get_config(
+    init_from: str = "models/pretrained", num_steps: int = 1000, learning_rate: float = 1e-5
+) -> TrainConfig:
     """The config of a pretrained model in two phases.
 
     Args:
       init_from: its folder; --init-from says it, too.
+      num_steps: of both phases together, half of them each.
+      learning_rate: peak of both phases; a small model takes a larger one.
     """
     base = TrainConfig(
         name="extended",
         description="A pretrained model, trained further on sequences that become longer",
         init_from=init_from,
         model=GPTConfig(remat="full"),
-        num_steps=1000,
+        num_steps=num_steps,
         sequence_length=LENGTHS[0],
         batch_size=4,
         gradient_accumulation=4,
-        optimizer=OptimizerConfig(learning_rate=1e-5),
+        optimizer=OptimizerConfig(learning_rate=learning_rate),
     )
     context_length = read_initial_model(init_from).context_length
     return extend_context(with_initial_model(base), LENGTHS, context_length=context_length)
