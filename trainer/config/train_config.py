@@ -56,7 +56,7 @@ class Phase:
     num_tokens: int | None = option(None, "schedule", AT_LEAST_1)
     """The length in tokens instead, padding among them; the last step may go past it."""
     sequence_length: int | None = None
-    """As `TrainConfig.sequence_length`."""
+    """As `TrainConfig.sequence_length`. Documents, or sources, go on where they were."""
     batch_size: int | None = None
     """As `TrainConfig.batch_size`."""
     gradient_accumulation: int | None = None
@@ -189,7 +189,7 @@ class TrainConfig:
     description: str = option("", "free")
     """One line printed first: what this run is, and on what hardware it is meant to run."""
     sequence_length: int = option(32_768, "sequences", AT_LEAST_1)
-    """Tokens in each packed sequence."""
+    """Tokens in each packed sequence. Where it changes, the documents that are left of an epoch are packed anew."""
     batch_size: int = option(1, "training", AT_LEAST_1)
     """Sequences in an optimizer step, over all devices and micro-batches."""
     gradient_accumulation: int = option(1, "free", AT_LEAST_1)
