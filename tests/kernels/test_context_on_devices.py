@@ -1,6 +1,7 @@
 """Attention over a mesh of eight CPU devices is NumPy's, by every exchange; what one can't serve is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
