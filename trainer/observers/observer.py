@@ -95,7 +95,7 @@ class LogWindow:
     data_wait_s: float
     """Seconds of the window in which the host waited for data."""
     tokens_per_s: float
-    """Of documents: padding doesn't count."""
+    """Targets a second that the loss counts: neither padding nor, of trees, tokens of weight 0, as a prompt has."""
     mfu_causal: float | None
     """Model FLOPs utilisation; None: the devices' peak is unknown."""
     left_s: float
@@ -121,7 +121,8 @@ class Evaluation:
     nats_per_token: float
     """Mean negative log-likelihood of a target."""
     bits_per_byte: float | None
-    """Bits per byte of text, which don't depend on the tokenizer; None if the text isn't known."""
+    """Bits per byte of text, which don't depend on the tokenizer; None: the text isn't known, or the data is trees, of
+    whose text only a part is predicted."""
     num_targets: int
     """Tokens predicted."""
     nats_per_token_by_source: Mapping[str, float] = field(default_factory=dict)

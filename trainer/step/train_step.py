@@ -248,12 +248,12 @@ def run_model(
 
 
 def bounds_of(context: StepContext, batch: Batch) -> Bounds | list[Bounds | None] | None:
-    """The bounds that keep trees' branches apart, or those that narrow scheduled windows to the step's width."""
-    if "q_end" in batch:
-        return Bounds(q_end=batch["q_end"])
-    if "k_start" not in batch:
+    """The bounds that a batch has: for all layers, or for those whose mask has the scheduled window."""
+    bounds, model = Bounds(**{name: batch[name] for name in Bounds._fields if name in batch}), context.config.model
+    if not bounds.given:
         return None
-    model, bounds = context.config.model, Bounds(k_start=batch["k_start"])
+    if model.scheduled_window is None:
+        return bounds
     masks = (model.layer(index).mask for index in range(model.pattern_length))
     return [None if mask.scheduled_window is None else bounds for mask in masks]
 
