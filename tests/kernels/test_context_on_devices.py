@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from kernels import BlockwiseTuning, CausalMask, LocalMask, dot_product_attention
+from kernels import BlockwiseTuning, CausalMask, LocalMask, SplashTuning, dot_product_attention
 from kernels.context import MeshLayout, attend_over_mesh
 from kernels.context.choose_exchange import EXCHANGES
 from tests.kernels.context_on_devices import (
@@ -143,6 +143,17 @@ def test_bounds_of_queries_and_of_keys_in_any_order_are_numpys(exchange, rng, fl
     if exchange == "peer":
         case = case._replace(sizes=Sizes(length=192), implementation=SMALL_TILES)
     check(rng, [case])
+
+
+@pytest.mark.full  # the interpreter takes some 10 s for each
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "peer"])
+def test_splash_serves_bounds_over_a_mesh(exchange, rng):
+    sharding, mask = ("zigzag", "window") if exchange == "halo" else ("balanced", "causal")
+    sizes = Sizes(length=256, num_heads=2, num_kv_heads=2, head_dim=8, value_dim=8, dtype="float32")
+    case = Case((1, 1, 2), exchange, sharding, mask, "rising", False, False, sizes)
+    splash = SplashTuning.square(128, interpret=True)
+    case = case._replace(implementation=splash, bounds=str(rng.choice(["tree", "blocks", WILD])))
+    assert compare(rng, case) < 16 * np.finfo(np.float32).eps, case
 
 
 @pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "halo"])
