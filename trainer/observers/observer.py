@@ -95,7 +95,7 @@ class LogWindow:
     data_wait_s: float
     """Seconds of the window in which the host waited for data."""
     tokens_per_s: float
-    """Targets a second that the loss counts: neither padding nor, of trees, tokens of weight 0, as a prompt has."""
+    """Of documents: padding doesn't count."""
     mfu_causal: float | None
     """Model FLOPs utilisation; None: the devices' peak is unknown."""
     left_s: float
