@@ -407,8 +407,8 @@ def test_two_bounds_of_one_side_have_no_room_beside_wide_heads_and_triton_serves
         assert select_backend(call).name == "mosaic_gpu"
     _, call = call_of(head_dim=256, bounds=both)
     reason = (
-        r"has no room for k_start and k_end, since backward_tiles of num_stages=2, .* at head dim 256 need [\d,]+ bytes "
-        "of shared memory, of which a Hopper GPU has 232,448$"
+        r"has no room for k_start and k_end, since backward_tiles of num_stages=2, .* at head dim 256 need [\d,]+ "
+        "bytes of shared memory, of which a Hopper GPU has 232,448$"
     )
     for named in ("mosaic_gpu", MosaicGpuTuning("split")):
         with pytest.raises(ValueError, match=f"can't serve this call: {reason}"):
