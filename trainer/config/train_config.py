@@ -344,9 +344,9 @@ class TrainConfig:
             )
         if self.data.source == "trees" and (window := self.model.scheduled_window) is not None:
             raise ValueError(
-                f"model.masks holds {window!r}, whose width counts tokens of the sequence, and data.source='trees' puts "
-                f"other branches between the tokens of a branch; use LocalMask({window.stop - 1}, 0), which counts "
-                "positions along the branch"
+                f"model.masks holds {window!r}, whose width counts tokens of the sequence, and data.source='trees' "
+                "puts other branches between the tokens of a branch; "
+                f"use LocalMask({window.stop - 1}, 0), which counts positions along the branch"
             )
         if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(
