@@ -13,7 +13,7 @@ from jax import lax
 from kernels import CausalMask
 from kernels.context import attend_over_mesh
 from tests.parity.cases import Case, Placement, Problem
-from trainer.step.router_loss import add_router_losses, sum_load
+from trainer.step.router_loss import join_losses, sum_load
 
 _DENSE = Case(
     Problem("window_documents", (16, 8), "dense", seed=0),
@@ -31,7 +31,7 @@ _TREE = Case(
 FAULTS = {
     _DENSE: ("wrong scale", "dropped document boundary", "dropped window", "wrong gradient"),
     _TREE: ("dropped bounds", "bounds of a token too many"),
-    _MIXTURE: ("load of one device", "router losses twice over an axis"),
+    _MIXTURE: ("load of one device", "router losses twice over an axis", "weights of one device"),
 }
 """Cases that have what the faults drop or count."""
 
@@ -39,7 +39,7 @@ FAULTS = {
 def injected(fault: str) -> AbstractContextManager[Any]:
     """A step on a mesh, with a mistake in it."""
     if fault in FAULTS[_MIXTURE]:
-        return _in_router_losses(fault)
+        return _in_losses(fault)
     assert fault in (*FAULTS[_DENSE], *FAULTS[_TREE]), fault
     return _in_attention(fault)
 
@@ -63,18 +63,20 @@ def _in_attention(fault: str) -> AbstractContextManager[Any]:
     return mock.patch("layers.attention.attend_over_mesh", with_fault)
 
 
-def _in_router_losses(fault: str) -> AbstractContextManager[Any]:
+def _in_losses(fault: str) -> AbstractContextManager[Any]:
     if fault == "load of one device":
         return mock.patch(
             "trainer.step.train_step.sum_load", lambda *arguments: sum_load(*arguments[:-1], lambda load: load)
         )
 
-    def add_twice(cross_entropy, router, load, config):
-        # Each rank has the sum of all of them, and the ranks' losses are summed.
-        router = jax.tree.map(lambda x: lax.psum(x, "context"), router)
-        return add_router_losses(cross_entropy, router, load, config)
+    def with_fault(cross_entropy, num_tokens, whole, router, *others):
+        if fault == "weights of one device":
+            whole = whole._replace(weight_sum=cross_entropy.weight_sum)
+        else:  # each rank has the sum of all of them, and the ranks' losses are summed
+            router = jax.tree.map(lambda x: lax.psum(x, "context"), router)
+        return join_losses(cross_entropy, num_tokens, whole, router, *others)
 
-    return mock.patch("trainer.step.train_step.add_router_losses", add_twice)
+    return mock.patch("trainer.step.train_step.join_losses", with_fault)
 
 
 @jax.custom_vjp

@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
     """What a step computes before it updates anything."""
 
     loss: np.ndarray
-    """Nats and z-loss per target."""
+    """Nats and z-loss of the targets by their weights, and the losses of routers."""
     gradients: dict[str, np.ndarray]
     """By the parameters' paths."""
 
@@ -85,8 +85,8 @@ class Model:
         )
         batch = jax.device_put(self._sharded(config, plan.sequence_sharding), batch_sharding(functions.mesh))
         gradients, sums = functions.gradients(params, batch)
-        assert int(sums.num_targets) == self.batch["target_mask"].sum()
-        return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
+        assert int(sums.num_targets) == (self.batch["weights"] != 0).sum()
+        return Outcome(np.asarray(sums.mean), _by_path(gradients))
 
     def oracle(self, accumulation: int) -> Outcome:
         """The same by the oracle, in float64: the loss by NumPy, the gradients by JAX's derivative of it."""
@@ -155,7 +155,7 @@ class Model:
         return {
             "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
             "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
-            "target_mask": segment_ids != 0,
+            "weights": np.where(segment_ids != 0, _draw_weights(rng, shape), 0).astype(np.float32),
             "segment_ids": segment_ids,
             "positions": positions,
             **bounds,
@@ -190,6 +190,12 @@ def _draw_mixture(rng: np.random.Generator) -> MoEConfig:
         load_balance_loss_weight=0.5,
         router_z_loss_weight=0.1,
     )
+
+
+def _draw_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros, ones, and weights of either sign whose sizes differ by orders of magnitude."""
+    drawn = np.exp(rng.normal(0, 3, shape)) * np.where(rng.random(shape) < 0.3, -1, 1)
+    return np.choose(rng.choice(3, shape, p=(0.2, 0.4, 0.4)), (0.0, 1.0, drawn))
 
 
 def _by_path(tree: Any) -> dict[str, np.ndarray]:

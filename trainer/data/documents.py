@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, UInt64
+from jaxtyping import Bool, Float32, Int32, Int64, UInt64
 
 from trainer.data.token_files import TokenFile, check_tokens
 
@@ -139,6 +139,16 @@ class Documents:
             offset += stop - start
         check_tokens(from_files)
         return flat
+
+    def weights(self, document: int, start: int, length: int) -> Float32[np.ndarray, " L"]:
+        """The weights of some of a document's targets.
+
+        Args:
+            document: which document.
+            start: the first target.
+            length: L.
+        """
+        return np.ones(length, np.float32)
 
 
 @dataclass(frozen=True)

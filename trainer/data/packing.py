@@ -118,8 +118,9 @@ def pack_best_fit(lengths: Int64[np.ndarray, " P"], capacity: int) -> Int64[np.n
 class PackedSequences:
     """Random access to the packed sequences of some documents.
 
-    Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `target_mask` (bool; False on
-    padding), `segment_ids` (int32; pieces count down to 1, padding is 0) and `positions` (int32, from 0 in each piece).
+    Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `weights` of the targets' losses
+    (float32; 1, and 0 on padding), `segment_ids` (int32; pieces count down to 1, padding is 0) and `positions` (int32,
+    from 0 in each piece).
 
     Args:
         documents: what to pack.
@@ -187,7 +188,7 @@ def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
     return {
         "tokens": np.zeros(sequence_length, np.int32),
         "targets": np.zeros(sequence_length, np.int32),
-        "target_mask": np.zeros(sequence_length, bool),
+        "weights": np.zeros(sequence_length, np.float32),
         "segment_ids": np.zeros(sequence_length, np.int32),
         "positions": np.zeros(sequence_length, np.int32),
     }
@@ -200,12 +201,12 @@ def fill_sequence(
     sequence = empty_sequence(sequence_length)
     streams = documents.streams([(document, start, start + length + 1) for document, start, length in pieces])
     offset = 0
-    for number, (_, _, length) in enumerate(pieces):
+    for number, (document, start, length) in enumerate(pieces):
         place = slice(offset, offset + length)
         # A stream is one token longer than its piece has targets.
         stream = streams[offset + number : offset + number + length + 1]
         sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
-        sequence["target_mask"][place] = True
+        sequence["weights"][place] = documents.weights(document, start, length)
         # Ranks compare the lowest and the highest ids of their blocks, to know whose keys they need. Ids that only
         # fall, to the padding's, make these ranges narrow.
         sequence["segment_ids"][place] = len(pieces) - number

@@ -28,7 +28,7 @@ def _rows(batches) -> list[bytes]:
 def test_batches_have_the_promised_arrays(make_iterator):
     batch = next(make_iterator()).arrays
     names = ("tokens", "targets", "segment_ids", "positions")
-    expected = dict.fromkeys(names, ((4, T), np.int32)) | {"target_mask": ((4, T), np.bool_)}
+    expected = dict.fromkeys(names, ((4, T), np.int32)) | {"weights": ((4, T), np.float32)}
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == expected
 
 
@@ -239,8 +239,8 @@ def test_one_small_document_fills_batches_over_several_epochs(
     whole = [stream[start : start + T] for start in range(0, len(stream), T)]
 
     def targets(batch):
-        pairs = zip(batch["targets"], batch["target_mask"], strict=True)
-        return [row[mask].tolist() for row, mask in pairs]
+        pairs = zip(batch["targets"], batch["weights"], strict=True)
+        return [row[weights != 0].tolist() for row, weights in pairs]
 
     told, num_batches = [], 6
     original = make_iterator(small, batch_size=batch_size, on_progress=told.append)
@@ -279,7 +279,7 @@ def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch
     batches = make()
     assert _rows(batches) == _rows(make())
     assert {batch["tokens"].shape for batch in batches} == {(batch_size, T)}
-    rows = np.concatenate([batch["target_mask"] for batch in batches])
+    rows = np.concatenate([batch["weights"] for batch in batches])
     assert len(rows) == -(-8 // batch_size) * batch_size
     assert rows[:8].any(axis=1).all()
     assert not rows[8:].any()
@@ -297,7 +297,7 @@ def test_validation_can_use_every_sequence_and_no_more(corpus):
         return [share.arrays for share in chosen.batches(1)]
 
     batches = make(num_sequences)
-    assert sum(int(batch["target_mask"].sum()) for batch in batches) == corpus.validation.num_tokens
+    assert sum(int(batch["weights"].sum()) for batch in batches) == corpus.validation.num_tokens
     told = []
     assert _rows(make(num_sequences + 1, on_progress=told.append)) == _rows(batches)
     [line] = told
@@ -313,6 +313,6 @@ def test_bytes_of_the_targets_are_counted_whatever_stands_around_documents(rng, 
     documents.table["num_bytes"] = documents.table["length"] if is_known else -1
     validation = ValidationSet(PackedSequences(documents, T), tuple(range(len(PackedSequences(documents, T)))))
     batches = validation.batches(4)
-    targets = np.concatenate([batch.arrays["targets"][batch.arrays["target_mask"]] for batch in batches])
+    targets = np.concatenate([batch.arrays["targets"][batch.arrays["weights"] != 0] for batch in batches])
     assert len(targets) == documents.num_tokens
     assert validation.count_bytes(ByteTokenizer()) == (targets < 256).sum()

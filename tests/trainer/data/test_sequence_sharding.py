@@ -72,7 +72,7 @@ def test_the_token_order_puts_every_batch_back(sequence_sharding, keep_documents
     documents_decide = sequence_sharding == "balanced" and keep_documents_apart
     assert (len(np.unique(every_row, axis=0)) > 1) is documents_decide
     # The last validation batch is filled up with padding.
-    assert not sharded_validation[-1].arrays["target_mask"][1:].any()
+    assert not sharded_validation[-1].arrays["weights"][1:].any()
 
 
 def test_a_run_goes_on_with_another_sharding_and_another_batch(config, open_batches):

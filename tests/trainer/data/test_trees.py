@@ -129,7 +129,6 @@ def test_every_target_comes_once_after_its_branch(tmp_path_factory, lines, room,
     num_parts = [number for number in pieces if number > 1]
     assert (sharing["num_trees_split"], sharing["num_parts_of_split"]) == (len(num_parts), sum(num_parts))
     for index, row in enumerate(rows):
-        np.testing.assert_array_equal(row["target_mask"], row["weights"] != 0)
         is_padding = row["segment_ids"] == 0
         assert all(not array[is_padding].any() for array in row.values())
         # The attended pairs of the batch follow from the signed lengths.

@@ -123,7 +123,7 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert [row["learning_rate"] for row in longer.steps[4:]] == pytest.approx(rates, rel=1e-5)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
     stream = make_train_iterator(corpus, sequence_length=64, batch_size=2, seed=config.seed, num_prefetch_batches=1)
-    targets = [int(next(stream).arrays["target_mask"].sum()) for _ in range(13)]
+    targets = [int(next(stream).arrays["weights"].sum()) for _ in range(13)]
     stream.close()
     assert [row["num_targets"] for row in before] == targets[:4]
     assert [row["num_targets"] for row in longer.steps[4:]] == [sum(targets[i : i + 3]) for i in (4, 7, 10)]

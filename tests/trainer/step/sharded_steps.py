@@ -28,7 +28,7 @@ def make_batch(rng, length=LENGTH):
     return {
         "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
         "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
-        "target_mask": segment_ids != 0,
+        "weights": (segment_ids != 0).astype(np.float32),
         "segment_ids": segment_ids,
         "positions": np.tile(np.arange(length, dtype=np.int32), (BATCH_SIZE, 1)),
     }
@@ -71,7 +71,7 @@ def draw_params(rng, model):
 
 def gradients_on(mesh_config, gradient_accumulation, model, params, batch):
     """Gradients of all parameters by their paths, and the sums of the loss."""
-    config = make_config(mesh_config, gradient_accumulation, model)
+    config = make_config(mesh_config, gradient_accumulation, model, batch_size=len(batch["tokens"]))
     functions = make_step_functions(config, make_mesh(mesh_config))
     params = jax.device_put(params, functions.state_shardings.params)
     gradients, sums = functions.gradients(params, put(batch, functions.mesh))

@@ -57,7 +57,7 @@ def run_step(functions, batch, step):
     """The metrics of a training step, and the validation loss of the parameters that it leaves."""
     batch = put(batch, functions.mesh)
     state, metrics = functions.train_step(state_before(functions, step), batch)
-    return metrics, functions.eval_step(state.params, batch, state.step)[0]
+    return metrics, functions.eval_step(state.params, batch, state.step).nats
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_its_width(rng):
