@@ -45,9 +45,7 @@ from trainer.config.init_from import read_initial_model, with_initial_model
 LENGTHS = (32_768, 131_072)
 
 
-def get_config(
-    init_from: str = "models/pretrained", num_steps: int = 1000, learning_rate: float = 1e-5
-) -> TrainConfig:
+def get_config(init_from: str = "models/pretrained", num_steps: int = 1000, learning_rate: float = 1e-5) -> TrainConfig:
     """The config of a pretrained model in two phases.
 
     Args:
