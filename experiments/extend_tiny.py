@@ -72,7 +72,7 @@ def get_config(extend: bool = True) -> TrainConfig:
         data=DataConfig(sources=sources(short=1, long=0), tokenizer=make_tokenizer(), end_of_document_token="<end>"),
         optimizer=schedule(3e-3, 50),
         evaluation=EvaluationConfig(
-            every_num_steps=400, num_sequences=16, lengths=(64, 128, 256, 512), tasks=TASKS, num_examples=4
+            every_num_steps=400, num_sequences=16, lengths=(64, 128, 256, 512), tasks=TASKS, num_examples=20
         ),
         checkpoint=CheckpointConfig(every_num_steps=400),
         log_every_num_steps=50,

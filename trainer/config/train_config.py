@@ -342,15 +342,11 @@ class TrainConfig:
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
             )
-        if self.mesh.context > 1 and self.model.scheduled_window is not None:
+        if self.data.source == "trees" and (window := self.model.scheduled_window) is not None:
             raise ValueError(
-                f"model.masks holds {self.model.scheduled_window!r}, which counts the tokens that a device has, and "
-                f"mesh.context={self.mesh.context} splits sequences; set mesh.context to 1, or use LocalMask"
-            )
-        if self.data.source == "trees" and self.model.scheduled_window is not None:
-            raise ValueError(
-                f"model.masks holds {self.model.scheduled_window!r}, which counts tokens of the sequence, and "
-                "data.source='trees' has other branches between those of a branch; use LocalMask"
+                f"model.masks holds {window!r}, whose width counts tokens of the sequence, and data.source='trees' "
+                "puts other branches between the tokens of a branch; "
+                f"use LocalMask({window.stop - 1}, 0), which counts positions along the branch"
             )
         if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(

@@ -232,7 +232,7 @@ def test_a_config_refuses_what_trees_cannot_have():
     with pytest.raises(ValueError, match=r"'a': format='trees' isn't drawn in a mixture.*set data.source to trees"):
         SourceConfig("a", ("trees.jsonl",), "trees")
     window = dataclasses.replace(MODEL, masks=(ScheduledWindow(4, 8, 10),))
-    with pytest.raises(ValueError, match=r"model.masks holds ScheduledWindow.*which counts tokens of the sequence"):
+    with pytest.raises(ValueError, match=r"ScheduledWindow.*counts tokens of the sequence.*use LocalMask\(7, 0\)"):
         TrainConfig("trees", window, 1000, data=DataConfig(**data))
 
 
