@@ -40,7 +40,7 @@ def make(make_iterator, corpus, make_documents, documents):
 
 def targets_of(arrays) -> list[tuple[int, int]]:
     """The targets of a batch, each with the token before it: together, they come once in all documents."""
-    mask = arrays["target_mask"]
+    mask = arrays["weights"] != 0
     return list(zip(arrays["tokens"][mask].tolist(), arrays["targets"][mask].tolist(), strict=True))
 
 
