@@ -23,18 +23,10 @@ from jaxtyping import Bool, Int64, Shaped
 from trainer.data.documents import Documents
 from trainer.data.packing import PackedSequences, Pieces, empty_sequence
 from trainer.data.trees import Trees, leaves_of
-from trainer.errors import DataError
 
 
 def pack(documents: Documents, sequence_length: int, group_sizes: Sequence[int] | None = None) -> PackedSequences:
-    """The packed sequences of documents or trees. Arguments are as in `PackedSequences`.
-
-    Raises:
-        DataError: as `Documents.within`, or none of the chats fits a sequence with any of its turns.
-    """
-    documents = documents.within(sequence_length)
-    if not documents.num_tokens:
-        raise DataError(f"no turn of any chat ends within sequence_length={sequence_length:,}; raise it")
+    """The packed sequences of documents or trees. Arguments are as in `PackedSequences`, errors as in `within`."""
     kind = PackedTrees if isinstance(documents, Trees) else PackedSequences
     return kind(documents, sequence_length, group_sizes)
 

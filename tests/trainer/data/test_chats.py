@@ -13,8 +13,7 @@ from tests.trainer.data.chat_templates import STYLES, Style, make_folder, random
 from trainer.config import ChatConfig, SourceConfig
 from trainer.data import DataError, make_train_iterator
 from trainer.data.chat_template import find_chat_template
-from trainer.data.packing import PackedSequences
-from trainer.data.tree_packing import pack
+from trainer.data.packing import PackedSequences, check_lengths
 from trainer.data.validation_set import ValidationSet
 
 pytest.importorskip("jinja2", reason="renders chat templates")
@@ -267,7 +266,7 @@ def test_a_chat_that_is_too_long_ends_with_a_turn_that_fits_or_is_dropped(load_c
     documents = load_chats(rows, loss=loss, too_long=too_long)
     fitting = documents.within(length)
     counts = {"num_chats": 40, "num_chats_cut": 0, "num_chats_dropped": 0, "num_tokens_left_out": 0}
-    packed = PackedSequences(fitting, length)
+    packed = PackedSequences(documents, length)
     for index, (row, (tokens, _)) in enumerate(zip(rows, whole, strict=True)):
         kept = len(tokens)
         if len(tokens) - 1 > length:
@@ -302,7 +301,7 @@ def test_what_is_too_long_is_refused_by_choice_and_where_nothing_fits(load_chats
     with pytest.raises(DataError, match=message):
         load_chats(rows, too_long="refuse").within(20)
     with pytest.raises(DataError, match=r"no turn of any chat ends within sequence_length=2; raise it"):
-        pack(load_chats(rows), 2)
+        check_lengths(load_chats(rows), 2)
 
 
 def test_refusals_name_the_row_and_the_remedy(refuses_chats, rng):
