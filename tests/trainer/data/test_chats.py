@@ -419,3 +419,25 @@ def test_a_mixture_of_chats_and_text_cuts_no_chat(load, folder, write, write_jso
     assert plain.stream(0, 0, 1).tolist() == [begin]
     validation = ValidationSet.choose(corpus, sequence_length=length, num_sequences=4, sources=sources)
     assert validation.count_bytes(corpus.tokenizer) is None
+
+
+def test_an_epoch_goes_on_at_other_lengths_with_whole_chats(load_chats, load, folder, write, rng):
+    rows = random_rows(rng, 60, 6)
+    corpus = load("chats", write(rows), tokenizer=str(folder), validation_fraction=0.2)
+    state = None
+    for length in (128, 512, 64):
+        options = {"sequence_length": length, "batch_size": 2, "seed": 3, "num_prefetch_batches": 1}
+        iterator, again = (make_train_iterator(corpus, **options) for _ in range(2))
+        if state is not None:
+            iterator.set_state(state)
+        begins = {(*corpus.train.tokens(index, 2),) for index in range(len(corpus.train))}
+        next(iterator)
+        state = json.loads(json.dumps(iterator.get_state()))
+        batch = next(iterator).arrays
+        again.set_state(state)
+        for name, array in next(again).arrays.items():
+            np.testing.assert_array_equal(array, batch[name])
+        first = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+        assert {*zip(batch["tokens"][first], batch["targets"][first], strict=True)} <= begins
+        for each in (iterator, again):
+            each.close()

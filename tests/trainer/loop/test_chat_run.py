@@ -12,7 +12,7 @@ from tests.trainer.loop.test_kill_and_resume import OPTIMISED, final_state, kill
 
 pytest.importorskip("jinja2", reason="renders chat templates")
 
-NUM_STEPS = 40
+NUM_STEPS = 120
 PAGE = """
 import dataclasses
 from pathlib import Path
@@ -45,13 +45,13 @@ def test_a_chat_run_that_is_killed_twice_is_the_same_to_the_bit(trainer_command,
     values = {"tiny": str(trainer_command.config), "folder": f"{tmp_path}/", "tokenizer": str(tokenizer)}
     page.write_text(PAGE.format(**values, num_steps=NUM_STEPS))
     command = dataclasses.replace(trainer_command, config=page)
-    arguments = ("--checkpoint.every-num-steps", 3, "--evaluation.every-num-steps", 15)
+    arguments = ("--checkpoint.every-num-steps", 3, "--evaluation.every-num-steps", 40)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finished = command.run_alone("--workdir", whole, *arguments, **OPTIMISED)
     assert finished.status == 0, finished.errors
     for _ in range(2):
         process = command.start("--workdir", killed, *arguments, **OPTIMISED)
-        wait_for_save(process, killed / "checkpoints", int(rng.integers(2, 5)), rng.uniform(0, 0.05))
+        wait_for_save(process, killed / "checkpoints", int(rng.integers(2, 4)), rng.uniform(0, 0.05))
         assert kill(process)[0], "it was running"
     resumed = command.run_alone("--workdir", killed, *arguments, **OPTIMISED)
     assert resumed.status == 0, resumed.errors
