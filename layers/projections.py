@@ -49,6 +49,17 @@ def project(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
+    products = _project(sharding, inputs, *projections)
+    return tuple(
+        _adapted(sharding, inputs, product, projection)
+        for product, projection in zip(products, projections, strict=True)
+    )
+
+
+def _project(
+    sharding: ActivationSharding | None, inputs: Float[Array, "B T W"], *projections: Projection
+) -> tuple[Float[Array, "B T F ..."], ...]:
+    """The products by the projections' own matrices."""
     if sharding is None:
         return tuple(projection(inputs) for projection in projections)
     features = [projection.kernel.shape[1:] for projection in projections]
@@ -75,6 +86,22 @@ def project(
     return tuple(map(_with_bias, products, projections))
 
 
+def _adapted(
+    sharding: ActivationSharding | None,
+    inputs: Float[Array, "B T W"],
+    product: Float[Array, "B T F ..."],
+    projection: Projection,
+) -> Float[Array, "B T F ..."]:
+    """The product with what the projection's adapter adds, whose r features are all that ranks gather for it."""
+    lora = getattr(projection, "lora", None)
+    if lora is None:
+        return product
+    reduced = lora.reduce(inputs, projection.dtype)
+    if sharding is None:
+        return product + lora.expand(reduced)
+    return product + sharding.constrain_features(lora.expand(sharding.gather_tokens(reduced)))
+
+
 def project_back(
     sharding: ActivationSharding | None, features: Float[Array, "B T F ..."], projection: Projection
 ) -> Float[Array, "B T W"]:
@@ -88,6 +115,18 @@ def project_back(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
+    product = _project_back(sharding, features, projection)
+    lora = getattr(projection, "lora", None)
+    if lora is None:
+        return product
+    reduced = lora.reduce(features, projection.dtype)
+    return product + lora.expand(reduced if sharding is None else sharding.scatter_tokens(reduced))
+
+
+def _project_back(
+    sharding: ActivationSharding | None, features: Float[Array, "B T F ..."], projection: Projection
+) -> Float[Array, "B T W"]:
+    """The product by the projection's own matrix."""
     if sharding is None:
         return projection(features)
     *feature_spec, width = projection.kernel.shape
