@@ -1,0 +1,42 @@
+"""Eight billion parameters on one GPU: a pretrained model's context, extended by adapters of rank 16 on all matrices.
+
+Hypothesis: low-rank adapters and norms are enough for a longer context (LongLoRA, arXiv:2309.12307), so that a model
+whose float32 state alone is 128 GB trains on one H200. Its matrices stay as they are, in bfloat16. The phases are those
+of experiments/extend_context.py: 32,768 tokens to a sequence, then 131,072. LongLoRA trains the embedding, too:
+--lora.embeddings True.
+
+Command:
+    python -m trainer --config experiments/extend_8b_one_gpu.py --init-from models/Llama-3.1-8B
+
+Hardware and expected numbers:
+    One H200. The first loss is the pretrained model's, to the bit.
+"""
+
+from layers import GPTConfig, LoRAConfig
+from trainer.config import OptimizerConfig, TrainConfig
+from trainer.config.extension import extend_context
+from trainer.config.init_from import read_initial_model, with_initial_model
+
+LENGTHS = (32_768, 131_072)
+
+
+def get_config(init_from: str = "models/pretrained") -> TrainConfig:
+    """The config of a pretrained model in two phases.
+
+    Args:
+      init_from: its folder; --init-from says it, too.
+    """
+    base = TrainConfig(
+        name="extended_8b",
+        description="Adapters of a pretrained model, trained on sequences that become longer; for one H200",
+        init_from=init_from,
+        model=GPTConfig(remat="full"),
+        lora=LoRAConfig(rank=16, alpha=32.0),
+        num_steps=1000,
+        sequence_length=LENGTHS[0],
+        batch_size=4,
+        gradient_accumulation=4,
+        optimizer=OptimizerConfig(learning_rate=1e-4, weight_decay=0.0),
+    )
+    context_length = read_initial_model(init_from).context_length
+    return extend_context(with_initial_model(base), LENGTHS, context_length=context_length)
