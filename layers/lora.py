@@ -18,6 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from layers.config import GPTConfig
 from layers.gpt import GPT
 from layers.lora_config import LoRAConfig
 
@@ -48,9 +49,7 @@ class LoRA(nnx.Module):
         ends = num_stacked + num_inputs
         bound = math.prod(shape[num_stacked:ends]) ** -0.5
         self.scale = config.scale
-        self.a = nnx.Param(
-            jax.random.uniform(rngs.params(), (*shape[:ends], config.rank), param_dtype, -bound, bound)
-        )
+        self.a = nnx.Param(jax.random.uniform(rngs.params(), (*shape[:ends], config.rank), param_dtype, -bound, bound))
         self.b = nnx.Param(jnp.zeros((*shape[:num_stacked], config.rank, *shape[ends:]), param_dtype))
 
     def reduce(self, inputs: Float[Array, "*batch *inputs"], dtype: jnp.dtype) -> Float[Array, "*batch r"]:
@@ -80,9 +79,7 @@ def add_adapters(model: GPT, config: LoRAConfig, rngs: nnx.Rngs) -> None:
         for block in model.blocks:
             projection: Any = functools.reduce(getattr, name.split("."), block)
             kernel = projection.kernel
-            projection.lora = LoRA(
-                kernel.shape, num_stacked, num_inputs, config, param_dtype=kernel.dtype, rngs=rngs
-            )
+            projection.lora = LoRA(kernel.shape, num_stacked, num_inputs, config, param_dtype=kernel.dtype, rngs=rngs)
 
 
 def merge_adapters(config: LoRAConfig, params: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +110,17 @@ def merge_matrix(
     num_stacked = a.ndim + b.ndim - kernel.ndim - 2
     stacked = a.shape[:num_stacked]
     rank = a.shape[-1]
-    product = jnp.matmul(
-        a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision=lax.Precision.HIGHEST
-    )
+    product = jnp.matmul(a.reshape(*stacked, -1, rank), b.reshape(*stacked, rank, -1), precision=lax.Precision.HIGHEST)
     return kernel.astype(a.dtype) + scale * product.reshape(kernel.shape)
+
+
+@functools.lru_cache(maxsize=8)
+def adapted_shapes(model: GPTConfig, config: LoRAConfig) -> Any:
+    """As `layers.pretrained.table.parameter_shapes`, with adapters. The same dict for the same arguments."""
+
+    def make() -> GPT:
+        made = GPT(model, rngs=nnx.Rngs(0))
+        add_adapters(made, config, nnx.Rngs(0))
+        return made
+
+    return nnx.to_pure_dict(nnx.state(nnx.eval_shape(make), nnx.Param))

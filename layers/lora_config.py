@@ -11,7 +11,7 @@ from layers.config import GPTConfig
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Low-rank adapters (LoRA, arXiv:2106.09685): matrices are frozen, and a product of two small ones is added to each.
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the product of two small matrices is added to each frozen one.
 
     Adapters and norms train in float32. All else is kept in bfloat16, without gradients and moments.
     """

@@ -40,6 +40,11 @@ def join_frozen(trained: Any, frozen: Any) -> Any:
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen)) if frozen else trained
 
 
+def without_adapters(params: Any) -> Any:
+    """The tree without the adapters: as of the base."""
+    return unflatten_dict({path: leaf for path, leaf in flatten_dict(params).items() if "lora" not in path})
+
+
 def with_frozen_dtype(lora: LoRAConfig, params: Any) -> Any:
     """The parameters with the frozen ones in bfloat16."""
     trained, frozen = split_frozen(lora, params)

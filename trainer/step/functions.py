@@ -61,6 +61,8 @@ class StepFunctions:
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
     """Jitted: the state before the first step, made in its shards."""
+    init_trained: Callable[[], Any]
+    """Jitted: of these parameters, those that train. Without adapters, all."""
     begin_state: Callable[[Any], TrainState]
     """Jitted: params → the state before the first step, with these parameters. Donates them."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -134,6 +136,10 @@ def make_step_functions(
         abstract_batch=abstract_batch(config.batch_size),
         abstract_eval_batch=abstract_batch(config.batch_size // config.gradient_accumulation),
         init_state=jax.jit(init, out_shardings=shardings),
+        init_trained=jax.jit(
+            lambda: split_frozen(config.lora, init().params)[0],
+            out_shardings=split_frozen(config.lora, shardings.params)[0],
+        ),
         begin_state=jax.jit(
             functools.partial(begin_state, config, optimizer),
             in_shardings=(shardings.params,),
@@ -177,9 +183,7 @@ def make_model(config: TrainConfig, mesh: Mesh, plan: Plan) -> GPT:
     return model
 
 
-def init_state(
-    config: TrainConfig, model: Callable[[], GPT], optimizer: optax.GradientTransformation
-) -> TrainState:
+def init_state(config: TrainConfig, model: Callable[[], GPT], optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, with the parameters of a fresh model."""
     params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))
     return begin_state(config, optimizer, with_frozen_dtype(config.lora, params))

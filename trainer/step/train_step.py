@@ -211,9 +211,7 @@ def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple
 
     micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, context.config.gradient_accumulation), batch)
     # In the parameters' dtype, whatever the layers' matrices are used in.
-    no_grads = jax.tree.map(
-        lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole_trained, context.split(params)[0]
-    )
+    no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole_trained, context.split(params)[0])
     shapes = jax.eval_shape(functools.partial(training_loss, context), whole, batch)
     no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (grads, sums), _ = lax.scan(accumulate, (no_grads, no_sums), micro_batches)
