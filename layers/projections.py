@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, t tokens of a device, W width, F features, whose last
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float
 
 from kernels.collectives import ChosenCollectives, all_gather_matmul, matmul_reduce_scatter
 from layers.activation_sharding import ActivationSharding
+from layers.adapted_products import AdaptedMatrix, into_features, out_of_features
 
 Projection = nnx.Linear | nnx.LinearGeneral
 
@@ -49,9 +51,12 @@ def project(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
+    adapted = [projection for projection in projections if hasattr(projection, "lora")]
+    if adapted and not _splits_features(sharding):
+        return _project_adapted(sharding, inputs, projections, adapted)
     products = _project(sharding, inputs, *projections)
     return tuple(
-        _adapted(sharding, inputs, product, projection)
+        product + _added(sharding, inputs, projection) if projection in adapted else product
         for product, projection in zip(products, projections, strict=True)
     )
 
@@ -86,20 +91,32 @@ def _project(
     return tuple(map(_with_bias, products, projections))
 
 
-def _adapted(
+def _project_adapted(
     sharding: ActivationSharding | None,
     inputs: Float[Array, "B T W"],
-    product: Float[Array, "B T F ..."],
-    projection: Projection,
+    projections: Sequence[Projection],
+    adapted: Sequence[Projection],
+) -> tuple[Float[Array, "B T F ..."], ...]:
+    """The products where some projections have adapters and no axis splits features."""
+    dtype, scale = adapted[0].dtype, adapted[0].lora.scale
+    of_adapted = iter(into_features(inputs.astype(dtype), tuple(_adapted_matrix(each, 1) for each in adapted), scale))
+    products = []
+    for projection in projections:
+        if projection in adapted:
+            features = next(of_adapted).reshape(*inputs.shape[:-1], *projection.kernel.shape[1:])
+            product = _with_bias(features, projection)
+        else:
+            product = projection(inputs)
+        products.append(product if sharding is None else sharding.constrain_features(product))
+    return tuple(products)
+
+
+def _added(
+    sharding: ActivationSharding, inputs: Float[Array, "B T W"], projection: Projection
 ) -> Float[Array, "B T F ..."]:
-    """The product with what the projection's adapter adds, whose r features are all that ranks gather for it."""
-    lora = getattr(projection, "lora", None)
-    if lora is None:
-        return product
-    reduced = lora.reduce(inputs, projection.dtype)
-    if sharding is None:
-        return product + lora.expand(reduced)
-    return product + sharding.constrain_features(lora.expand(sharding.gather_tokens(reduced)))
+    """The adapter's part where an axis splits features: its r features are all that ranks gather for it."""
+    reduced = sharding.gather_tokens(projection.lora.reduce(inputs, projection.dtype))
+    return sharding.constrain_features(projection.lora.expand(reduced))
 
 
 def project_back(
@@ -115,12 +132,15 @@ def project_back(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
-    product = _project_back(sharding, features, projection)
-    lora = getattr(projection, "lora", None)
-    if lora is None:
-        return product
-    reduced = lora.reduce(features, projection.dtype)
-    return product + lora.expand(reduced if sharding is None else sharding.scatter_tokens(reduced))
+    if not hasattr(projection, "lora"):
+        return _project_back(sharding, features, projection)
+    if sharding is not None and _splits_features(sharding):
+        reduced = sharding.scatter_tokens(projection.lora.reduce(features, projection.dtype))
+        return _project_back(sharding, features, projection) + projection.lora.expand(reduced)
+    flat = features.reshape(*features.shape[:2], -1).astype(projection.dtype)
+    product = out_of_features(flat, _adapted_matrix(projection, projection.kernel.ndim - 1), projection.lora.scale)
+    product = _with_bias(product, projection)
+    return product if sharding is None else sharding.scatter_tokens(product)
 
 
 def _project_back(
@@ -145,6 +165,19 @@ def _project_back(
         sharding.residual_spec,
     )
     return _with_bias(outputs, projection)
+
+
+def _splits_features(sharding: ActivationSharding | None) -> bool:
+    return sharding is not None and sharding.mesh.shape[sharding.head_axis] > 1
+
+
+def _adapted_matrix(projection: Projection, num_inputs: int) -> AdaptedMatrix:
+    """A projection's matrix and adapter, whose first dims are inputs, as matrices."""
+    kernel, lora = _kernel(projection), projection.lora
+    num_features = math.prod(kernel.shape[:num_inputs])
+    rank = lora.a.shape[-1]
+    a, b = lora.a[...].reshape(num_features, rank), lora.b[...].reshape(rank, -1)
+    return AdaptedMatrix(kernel.reshape(num_features, -1), a, b)
 
 
 def _choose(

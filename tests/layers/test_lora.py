@@ -79,10 +79,16 @@ def test_targets_are_names_and_patterns():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"targets": ("attention.q", "mlp.up")}, r"lora\.targets names 'attention\.q', and no matrix.*attention\.query, "),
+        (
+            {"targets": ("attention.q", "mlp.up")},
+            r"lora\.targets names 'attention\.q', and no matrix.*attention\.query, ",
+        ),
         ({"targets": ("mlp.experts.up",)}, r"names 'mlp\.experts\.up'.*mlp\.up, mlp\.gate, mlp\.down"),
         ({"targets": ()}, r"lora\.targets is empty"),
-        ({"rank": 13}, r"lora\.rank=13 is above a side of attention\.key, which maps 16 features to 12; use at most 12"),
+        (
+            {"rank": 13},
+            r"lora\.rank=13 is above a side of attention\.key, which maps 16 features to 12; use at most 12",
+        ),
         ({"rank": 0}, r"lora\.rank=0 must be at least 1"),
         ({"alpha": 0.0}, r"lora\.alpha=0\.0 must be positive"),
     ],

@@ -140,7 +140,7 @@ class ParameterGather:
         return jax.tree.map(lambda route, leaf: route.gather(leaf), self._routes, params)
 
     def reduce(self, gradients: Any) -> Any:
-        """Sums all devices' gradients of what `gather` returned, or of a part. Each device keeps its parameters' shards."""
+        """Sums all devices' gradients of what `gather` returned, or of a part; each device keeps its shards."""
         routes = {path_name(path): route for path, route in jax.tree_util.tree_flatten_with_path(self._routes)[0]}
         return jax.tree_util.tree_map_with_path(lambda path, leaf: routes[path_name(path)].reduce(leaf), gradients)
 

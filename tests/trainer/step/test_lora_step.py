@@ -45,7 +45,9 @@ def draw_state(functions, rng):
     """Random parameters, of which all matter, in a fresh state."""
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape), functions.abstract_state.params)
     placed = jax.tree.map(
-        lambda x, leaf: jax.device_put(jnp.asarray(x, leaf.dtype), leaf.sharding), params, functions.abstract_state.params
+        lambda x, leaf: jax.device_put(jnp.asarray(x, leaf.dtype), leaf.sharding),
+        params,
+        functions.abstract_state.params,
     )
     return functions.begin_state(placed)
 
@@ -63,7 +65,9 @@ def test_gradients_are_those_of_the_dense_model_chained_by_hand(name, rng):
         found, sums = jax.device_get(functions.gradients(params, batch))
         dense = functions_of(model, mesh, gradient_accumulation)
         merged = merge_adapters(lora, jax.device_get(params))
-        merged = jax.tree.map(lambda x, at: jax.device_put(np.asarray(x, np.float64), at), merged, dense.state_shardings.params)
+        merged = jax.tree.map(
+            lambda x, at: jax.device_put(np.asarray(x, np.float64), at), merged, dense.state_shardings.params
+        )
         expected, dense_sums = jax.device_get(dense.gradients(merged, batch))
     assert float(sums.total) == pytest.approx(float(dense_sums.total), rel=1e-12)
     expected, params = flatten_dict(expected), flatten_dict(jax.device_get(params))
