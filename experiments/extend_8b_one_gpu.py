@@ -9,7 +9,16 @@ Command:
     python -m trainer --config experiments/extend_8b_one_gpu.py --init-from models/Llama-3.1-8B
 
 Hardware and expected numbers:
-    One H200. The first loss is the pretrained model's, to the bit.
+    One H200. The first loss is the pretrained model's. Whether a model fits:
+    `python -m trainer.compile --config experiments/extend_8b_one_gpu.py --init-from DIR --topology h200:1`, which needs
+    the folder's config.json alone. Of Llama-3.1-8B's it says 32.1 GB for the first phase and 77.3 GB for the second, of
+    112.6, 16.2 GB of them parameters and 0.3 GB the optimizer's (JAX 0.11.2, 2026-11-29). The run hasn't been timed.
+
+`python -m trainer.export --workdir runs/extended_8b --output DIR` merges the adapters into the base; --adapters True
+writes them alone, for `peft`.
+
+Data: the Python standard library's own sources, of which few are as long as a sequence; a long context is learned from
+long documents. For your own see `data` in trainer/config/sections.py.
 """
 
 from layers import GPTConfig, LoRAConfig
