@@ -82,7 +82,7 @@ def add_adapters(model: GPT, config: LoRAConfig, rngs: nnx.Rngs) -> None:
             projection.lora = LoRA(kernel.shape, num_stacked, num_inputs, config, param_dtype=kernel.dtype, rngs=rngs)
 
 
-def merge_adapters(config: LoRAConfig, params: dict[str, Any]) -> dict[str, Any]:
+def merge_adapters(config: LoRAConfig, params: Any) -> Any:
     """The parameters of a model without adapters that computes the same.
 
     Args:
@@ -94,7 +94,7 @@ def merge_adapters(config: LoRAConfig, params: dict[str, Any]) -> dict[str, Any]
     """
     if not isinstance(params, dict):
         return params
-    merged = {name: merge_adapters(config, part) for name, part in params.items() if name != "lora"}
+    merged: dict[Any, Any] = {name: merge_adapters(config, part) for name, part in params.items() if name != "lora"}
     if "lora" in params:
         merged["kernel"] = merge_matrix(params["kernel"], params["lora"]["a"], params["lora"]["b"], config.scale)
     return merged

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -51,10 +52,12 @@ def project(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
-    adapted = [projection for projection in projections if hasattr(projection, "lora")]
-    if adapted and not _splits_features(sharding):
+    adapted = [projection for projection in projections if _lora(projection) is not None]
+    if adapted and (sharding is None or not _splits_features(sharding)):
         return _project_adapted(sharding, inputs, projections, adapted)
     products = _project(sharding, inputs, *projections)
+    if not adapted or sharding is None:
+        return products
     return tuple(
         product + _added(sharding, inputs, projection) if projection in adapted else product
         for product, projection in zip(products, projections, strict=True)
@@ -98,7 +101,7 @@ def _project_adapted(
     adapted: Sequence[Projection],
 ) -> tuple[Float[Array, "B T F ..."], ...]:
     """The products where some projections have adapters and no axis splits features."""
-    dtype, scale = adapted[0].dtype, adapted[0].lora.scale
+    dtype, scale = adapted[0].dtype, _lora(adapted[0]).scale
     of_adapted = iter(into_features(inputs.astype(dtype), tuple(_adapted_matrix(each, 1) for each in adapted), scale))
     products = []
     for projection in projections:
@@ -115,8 +118,8 @@ def _added(
     sharding: ActivationSharding, inputs: Float[Array, "B T W"], projection: Projection
 ) -> Float[Array, "B T F ..."]:
     """The adapter's part where an axis splits features: its r features are all that ranks gather for it."""
-    reduced = sharding.gather_tokens(projection.lora.reduce(inputs, projection.dtype))
-    return sharding.constrain_features(projection.lora.expand(reduced))
+    reduced = sharding.gather_tokens(_lora(projection).reduce(inputs, projection.dtype))
+    return sharding.constrain_features(_lora(projection).expand(reduced))
 
 
 def project_back(
@@ -132,13 +135,13 @@ def project_back(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
-    if not hasattr(projection, "lora"):
+    if (lora := _lora(projection)) is None:
         return _project_back(sharding, features, projection)
     if sharding is not None and _splits_features(sharding):
-        reduced = sharding.scatter_tokens(projection.lora.reduce(features, projection.dtype))
-        return _project_back(sharding, features, projection) + projection.lora.expand(reduced)
+        reduced = sharding.scatter_tokens(lora.reduce(features, projection.dtype))
+        return _project_back(sharding, features, projection) + lora.expand(reduced)
     flat = features.reshape(*features.shape[:2], -1).astype(projection.dtype)
-    product = out_of_features(flat, _adapted_matrix(projection, projection.kernel.ndim - 1), projection.lora.scale)
+    product = out_of_features(flat, _adapted_matrix(projection, projection.kernel.ndim - 1), lora.scale)
     product = _with_bias(product, projection)
     return product if sharding is None else sharding.scatter_tokens(product)
 
@@ -167,13 +170,18 @@ def _project_back(
     return _with_bias(outputs, projection)
 
 
-def _splits_features(sharding: ActivationSharding | None) -> bool:
-    return sharding is not None and sharding.mesh.shape[sharding.head_axis] > 1
+def _lora(projection: Projection) -> Any:
+    """The projection's `layers.lora.LoRA`; None: it has no adapter."""
+    return getattr(projection, "lora", None)
+
+
+def _splits_features(sharding: ActivationSharding) -> bool:
+    return sharding.mesh.shape[sharding.head_axis] > 1
 
 
 def _adapted_matrix(projection: Projection, num_inputs: int) -> AdaptedMatrix:
     """A projection's matrix and adapter, whose first dims are inputs, as matrices."""
-    kernel, lora = _kernel(projection), projection.lora
+    kernel, lora = _kernel(projection), _lora(projection)
     num_features = math.prod(kernel.shape[:num_inputs])
     rank = lora.a.shape[-1]
     a, b = lora.a[...].reshape(num_features, rank), lora.b[...].reshape(rank, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,8 @@ class SavedRun:
         base = read_base(self.config, jax.tree.map(lambda leaf: leaf.sharding, abstract_params))
         params = {}
         for path, leaf in flatten_dict(base).items():
-            of_matrix = (leaf, *(trained.get((*path[:-1], "lora", name)) for name in ("a", "b")))
-            parts = (trained.get(path, leaf),) if of_matrix[1] is None else of_matrix
-            params[path] = _merge(*parts, scale=self.config.lora.scale, like=wanted[path])
+            adapter = [trained[key] for name in ("a", "b") if (key := (*path[:-1], "lora", name)) in trained]
+            params[path] = _merge(trained.get(path, leaf), adapter, self.config.lora.scale, like=wanted[path])
         return unflatten_dict(params)
 
     def restore_trained(self, abstract_params: Any) -> Any:
@@ -79,13 +78,16 @@ class SavedRun:
         return restore_params(self.checkpoint, unflatten_dict(abstract))
 
 
-def _merge(*parts: jax.Array, scale: float, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A parameter, of its matrix and adapter or of itself, in the dtype and sharding of another."""
+def _merge(array: jax.Array, adapter: Sequence[jax.Array], scale: float, *, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter with its A and B, if it has them, in the dtype and sharding of another."""
 
-    def merge(*parts: jax.Array) -> jax.Array:
-        return (parts[0] if len(parts) == 1 else merge_matrix(*parts, scale)).astype(like.dtype)
+    def merge(array: jax.Array, *adapter: jax.Array) -> jax.Array:
+        if adapter:
+            a, b = adapter
+            array = merge_matrix(array, a, b, scale)
+        return array.astype(like.dtype)
 
-    return jax.jit(merge, out_shardings=like.sharding)(*parts)
+    return jax.jit(merge, out_shardings=like.sharding)(array, *adapter)
 
 
 def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> SavedRun:

@@ -94,10 +94,7 @@ def write_peft(
         )
     arrays = flat(trained)
     entries = list(_entries(family, config, lora))
-    modules = {entry.is_adapter: [] for entry in entries}
-    for entry in entries:
-        modules[entry.is_adapter].append(entry.module)
-    written = {
+        written = {
         **_PLAIN,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": os.path.abspath(base),
@@ -105,8 +102,8 @@ def write_peft(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(set(modules[True])),
-        "modules_to_save": sorted(set(modules[False])),
+        "target_modules": sorted({entry.module for entry in entries if entry.is_adapter}),
+        "modules_to_save": sorted({entry.module for entry in entries if not entry.is_adapter}),
     }
     with whole_folder(target) as parts:
         write_json(parts / ADAPTER_CONFIG_NAME, written)
@@ -138,7 +135,6 @@ def read_peft(folder: str | os.PathLike[str], config: GPTConfig, lora: LoRAConfi
     base = base_of(Path(folder))
     assert base is not None, "there is an adapter_config.json"
     family = find_family(read_config(base)["model_type"], str(base))
-    arrays: dict[tuple[str, ...], Any] = {}
     with SafetensorsFile(inside(folder, ADAPTER_WEIGHTS_NAME)) as file:
         entries = list(_entries(family, config, lora))
         missing = [entry.tensor for entry in entries if entry.is_adapter and entry.tensor not in file.tensors]
@@ -152,8 +148,7 @@ def read_peft(folder: str | os.PathLike[str], config: GPTConfig, lora: LoRAConfi
                 array = read_whole(file.tensors[entry.tensor]).astype(np.float32)
                 parts.setdefault(entry.path, []).append(entry.from_file(array, os.fspath(file.path)))
     shapes = _shapes(config, lora)
-    arrays = {path: np.stack(each).reshape(shapes[path]) for path, each in parts.items()}
-    return _nested(arrays)
+    return _nested({path: np.stack(each).reshape(shapes[path]) for path, each in parts.items()})
 
 
 class _Entry(NamedTuple):

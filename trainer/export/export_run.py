@@ -112,7 +112,7 @@ def _export_adapters(command: ExportCommand, saved: SavedRun, console: Console) 
     except ValueError as refused:
         raise UserMistake(f"--adapters True: {refused}") from refused
     console.note(
-        f"exported the adapters of {config.name} at step {saved.checkpoint.step} to {command.output}; the base is {base}"
+        f"exported the adapters of {config.name} at step {saved.checkpoint.step} to {command.output}, on top of {base}"
     )
 
 

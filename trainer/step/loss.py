@@ -272,7 +272,7 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
 
 def _sweep_by_exponentials(
     tokens: _Tokens, head: Float[Array, "D V"], options: _Options, exp_logits: ExpLogits
-) -> tuple[tuple[CrossEntropy, tuple[Array, Array]], Bool[Array, ""]]:
+) -> tuple[tuple[CrossEntropy, tuple[Array, Array | None]], Bool[Array, ""]]:
     """The loss and the gradients by exponentials, and whether they hold: no sum and no z-loss is too large for it."""
     sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
     target_logits = jnp.einsum("btd,btd->bt", tokens.hidden, head.T[tokens.targets], preferred_element_type=sum_dtype)

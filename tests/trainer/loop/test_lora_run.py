@@ -93,9 +93,7 @@ def test_a_run_that_resumes_reads_its_base_again_and_refuses_another(pretrained,
     weights = (base / "model.safetensors").read_bytes()
     try:
         (base / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
-        with pytest.raises(
-            UserMistake, match=r"checkpoint .*/2 holds adapters of the base with SHA-256 .*put the base"
-        ):
+        with pytest.raises(UserMistake, match=r"checkpoint .*/2 holds adapters of the base .*; put the base back"):
             run(pretrained, *arguments, workdir=adapted)
         with pytest.raises(UserMistake, match="put the base back"):
             saved(adapted)
