@@ -94,7 +94,7 @@ def write_peft(
         )
     arrays = flat(trained)
     entries = list(_entries(family, config, lora))
-        written = {
+    written = {
         **_PLAIN,
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": os.path.abspath(base),
