@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from layers.checks import check_numbers
 from layers.config import GPTConfig
+from layers.layer_config import LayerConfig
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class LoRAConfig:
         """
         if self.rank is None:
             return ()
-        sides = _sides(model)
+        of_layers = [matrix_sides(model, layer) for layer in model.layer_counts]
+        sides = {name: min((each[name] for each in of_layers), key=min) for name in of_layers[0]}
         for target in self.targets:
             if not fnmatch.filter(sides, target):
                 raise ValueError(
@@ -81,11 +83,10 @@ class LoRAConfig:
         return chosen
 
 
-def _sides(model: GPTConfig) -> dict[str, tuple[int, int]]:
-    """Features in and out of each matrix of a block; the fewest where layers differ."""
-    width, layers, moe = model.width, list(model.layer_counts), model.moe
-    query = model.num_heads * min(layer.head_dim for layer in layers)
-    key = min(layer.num_kv_heads * layer.head_dim for layer in layers)
+def matrix_sides(model: GPTConfig, layer: LayerConfig) -> dict[str, tuple[int, int]]:
+    """Features in and out of each matrix of a block, by its name; of one expert, where there are experts."""
+    width, moe = model.width, model.moe
+    query, key = model.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     mlp, hidden = ("mlp", model.mlp_width) if moe is None else ("mlp.experts", moe.expert_width)
     gate = {} if model.mlp == "gelu" else {f"{mlp}.gate": (width, hidden)}
     return {

@@ -172,7 +172,12 @@ def prepare_phase(
         f"validation/{phase.index}", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer))
     )
     num_bytes, digest = json.loads(described)
-    flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
+    flops = FlopCounter(
+        config.model,
+        config.sequence_length,
+        keep_documents_apart=config.data.keep_documents_apart,
+        lora=config.lora,
+    )
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
     sources = tuple(share.source for share in validation_shares)
     return Setup(
