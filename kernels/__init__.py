@@ -14,7 +14,7 @@ from kernels.backends.tuning import (
     TritonTuning,
     Tuning,
 )
-from kernels.decode import CacheFull, SlabCache, SlotTable, UnifiedCache, decode_attention, slab_capacity
+from kernels.decode import CacheFull, SlabCache, SlotTable, TokenTree, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
     Bounds,
     CausalMask,
@@ -66,6 +66,7 @@ __all__ = [
     "SplashTuning",
     "Target",
     "TileKind",
+    "TokenTree",
     "TritonDecodeTuning",
     "TritonTiles",
     "TritonTuning",

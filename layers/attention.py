@@ -15,7 +15,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import Bounds, CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
+from kernels import (
+    Bounds,
+    CausalMask,
+    FullMask,
+    Mask,
+    SlabCache,
+    TokenTree,
+    Tuning,
+    decode_attention,
+    dot_product_attention,
+)
 from kernels.arguments.bounds import checked_bounds
 from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
@@ -245,6 +255,7 @@ class Attention(nnx.Module):
         rotation: Rotation | None,
         *,
         num_tokens: Int[Array, " B"] | None = None,
+        tree: TokenTree | None = None,
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Attends from a few new tokens of each of the cache's sequences to all that the mask allows of it.
 
@@ -253,6 +264,8 @@ class Attention(nnx.Module):
           cache: the sequences so far; the new tokens are added to it.
           rotation: the rotary embedding's angles at the new tokens' positions.
           num_tokens: tokens of each sequence that count, 0 for one that isn't to grow; None: all.
+          tree: the branches that the newest tokens form (`kernels.TokenTree`), the rotation being at their positions;
+            None: each sequence is a chain.
 
         Returns:
           The attention's contribution to the residual stream, and the cache. The output for a token that
@@ -266,6 +279,7 @@ class Attention(nnx.Module):
             cache,
             self.mask,
             query_positions=positions,
+            tree=tree,
             scale=self.query_scale,
             sinks=None if self.sinks is None else self.sinks[...],
             logits_soft_cap=self.logits_soft_cap,

@@ -22,7 +22,7 @@ def init_caches(
       config: of the GPT.
       num_sequences: sequences to decode side by side.
       length: tokens that each of them may grow to. A layer whose mask looks only so far back keeps that many.
-      tokens_per_step: tokens of a sequence that `decode` is given at a time.
+      tokens_per_step: tokens of a sequence that `decode` is given at a time; with a tree, all of the tree's.
     """
     return tuple(
         SlabCache.empty(

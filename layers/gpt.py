@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Bounds, SlabCache
+from kernels import Bounds, SlabCache, TokenTree
 from kernels.arguments.bounds import checked_bounds
+from kernels.decode.tree import checked_tree
 from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
@@ -215,6 +216,7 @@ class GPT(nnx.Module):
         caches: tuple[SlabCache, ...],
         *,
         num_tokens: Int[Array, " B"] | None = None,
+        tree: TokenTree | None = None,
         context_length: int | None = None,
     ) -> tuple[Float[Array, "B T W"], tuple[SlabCache, ...]]:
         """Runs the network on the next few tokens of every sequence.
@@ -224,20 +226,27 @@ class GPT(nnx.Module):
             `init_caches`.
           caches: those that `prefill` or `decode` returned last.
           num_tokens: tokens of each sequence that count, from the first: 0 leaves it as it is; None: all.
+          tree: the branches that the newest tokens form, these among them: a draft to verify, or completions of one
+            prompt. All of its tokens count for `tokens_per_step`. `SlabCache.keep_path` on each cache keeps one branch.
+            None: each sequence is a chain.
           context_length: the length that was given to `init_caches`. Only longrope asks for it.
 
         Returns:
-          Hidden states of the new tokens, those of a call on the whole sequence, and the caches.
+          Hidden states of the new tokens, those of a call on the whole sequence (with a tree: on a token's branch by
+          itself), and the caches.
 
         Raises:
-          ValueError: longrope without a context length.
+          ValueError: a tree of other sequences or of fewer tokens, or longrope without a context length.
         """
         offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        rotations = self._make_rotations(tokens.shape[1], caches[0].lengths[:, None] + offsets, context_length)
+        positions = caches[0].lengths[:, None] + offsets
+        if tree is not None:
+            positions = checked_tree(tree, *tokens.shape).positions(positions)
+        rotations = self._make_rotations(tokens.shape[1], positions, context_length)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):
             block = nnx.merge(graphdef, state)
-            return block.decode(hidden, cache, rotations[block.attention.rotary], num_tokens=num_tokens)
+            return block.decode(hidden, cache, rotations[block.attention.rotary], num_tokens=num_tokens, tree=tree)
 
         return self._apply_with_caches(apply_block, tokens, caches)
 

@@ -13,6 +13,7 @@ from kernels.backends.tuning import Tuning
 from kernels.context.exchanges.ring import add_sinks, merge
 from kernels.decode.call import Cache, make_decode_call
 from kernels.decode.shared_prefix import attend_to_shared
+from kernels.decode.tree import TokenTree
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
 
@@ -20,6 +21,7 @@ from kernels.masks import Mask
 class NewTokens(LogitsOptions, total=False):
     sequences: Array | None
     query_positions: Array | None
+    tree: TokenTree | None
 
 
 @overload
@@ -48,6 +50,7 @@ def decode_attention(
     *,
     sequences: Int[Array, " B"] | None = None,
     query_positions: Int[Array, "B T"] | None = None,
+    tree: TokenTree | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -71,7 +74,10 @@ def decode_attention(
         allows all. Static under `jax.jit`.
       sequences: the cache's sequence of each batch element; by default element i is sequence i.
       query_positions: of the new tokens. By default they're the last T of each sequence; give them where fewer than T
-        count (`write(..., num_tokens=...)`).
+        count (`write(..., num_tokens=...)`). A tree counts from them: give them as if each sequence were a chain.
+      tree: the branches that the sequences' newest tokens form, the new ones among them; of a `SlabCache`. A token sees
+        those before the tree, its own ancestors and itself, as far as the mask allows it, which is then evaluated on
+        the positions along the branches: a window counts these, not slots. None: each sequence is a chain.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value.
@@ -105,6 +111,7 @@ def decode_attention(
         mask,
         sequences=sequences,
         query_positions=query_positions,
+        tree=tree,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,

@@ -31,7 +31,7 @@ def unsupported_reason(call: DecodeCall, tuning: None = None) -> str | None:
 def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> OutputAndLse:
     """Attention of one call. See `kernels.decode_attention`."""
     cache, sequences = inputs.cache, inputs.sequences
-    plan = list_rows(block_tile_kinds(call.mask, inputs.query_positions, cache.blocks(sequences))[:, None])
+    plan = list_rows(block_tile_kinds(call.mask, inputs.query_positions, inputs.blocks())[:, None])
     blocks, num_visited = plan.tiles, plan.bounds[:, 0, 3]
     assert blocks is not None, "a plan of lists"
     num_slots = _CPU_SLOTS if call.target.platform == "cpu" else _ACCELERATOR_SLOTS
@@ -45,7 +45,8 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> Outpu
         position, seen = cache.slots(sequences, slot)
         seen &= jnp.repeat(rank[None] < num_visited[:, None], call.block_size, axis=1)
         key, value = cache.read(sequences, slot)
-        allowed = allowed_pairs(inputs.query_positions, position, seen, call)
+        tree = None if inputs.tree is None else inputs.tree.take(slot)
+        allowed = allowed_pairs(inputs.query_positions, position, seen, tree, call)
         # Multiplied by a probability of 0, another sequence's NaN would still come through.
         value = jnp.where(allowed.any((1, 2))[..., None, None], value, 0)
 

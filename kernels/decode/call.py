@@ -16,8 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.call import checked_mask, checked_positions, checked_sinks
+from kernels.decode.blocks import BlockSummary
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import sequences_of_batch, take_sequences
+from kernels.decode.tree import SlotTree, TokenTree, checked_tree
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
 from kernels.tracing.mesh_axes import vary, varying_axes
@@ -36,6 +38,11 @@ class DecodeInputs(NamedTuple):
     sequences: Int[Array, " B"] | None
     query_positions: Int[Array, "B T"]
     sinks: Float[Array, " N"] | None
+    tree: SlotTree | None = None
+
+    def blocks(self) -> BlockSummary:
+        """The summary of each sequence's blocks."""
+        return self.cache.blocks(self.sequences) if self.tree is None else self.tree.blocks(self.cache.block_size)
 
 
 class DecodeCall(NamedTuple):
@@ -85,6 +92,7 @@ def make_decode_call(
     scale: float | None,
     logits_soft_cap: float | None,
     sinks,
+    tree: TokenTree | None = None,
     device: jax.Device | None = None,
 ) -> tuple[DecodeInputs, DecodeCall]:
     """The arguments of `decode_attention` in one form; ValueError for the first that doesn't fit."""
@@ -113,6 +121,8 @@ def make_decode_call(
     else:
         query_positions = checked_positions("query_positions", query_positions, batch, num_new)
     inputs = DecodeInputs(query, cache, chosen, query_positions, sinks)
+    if tree is not None:
+        inputs = _with_tree(inputs, tree)
     axes = varying_axes(inputs)
     call = DecodeCall(
         batch=batch,
@@ -133,3 +143,16 @@ def make_decode_call(
         varying_axes=axes,
     )
     return vary(inputs, axes), call
+
+
+def _with_tree(inputs: DecodeInputs, tree: TokenTree) -> DecodeInputs:
+    """The inputs with a tree, and positions along its branches."""
+    cache = inputs.cache
+    if not isinstance(cache, SlabCache):
+        raise ValueError(
+            f"a {type(cache).__name__} takes no tree; use a SlabCache, or give each branch a sequence of its own that "
+            "starts with the prompt's tokens (share)"
+        )
+    tree = checked_tree(tree, *inputs.query.shape[:2])
+    slots = SlotTree.of(tree, inputs.query_positions, *cache.slots(inputs.sequences))
+    return inputs._replace(query_positions=tree.positions(inputs.query_positions), tree=slots)

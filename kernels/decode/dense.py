@@ -51,7 +51,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> Outpu
     """Attention of one call. See `kernels.decode_attention`."""
     position, seen = inputs.cache.slots(inputs.sequences)
     key, value = (x.astype(call.softmax_dtype).swapaxes(1, 2)[:, :, None] for x in inputs.cache.read(inputs.sequences))
-    allowed = allowed_pairs(inputs.query_positions, position, seen, call)
+    allowed = allowed_pairs(inputs.query_positions, position, seen, inputs.tree, call)
     query = query_tiles(inputs.query, call).astype(call.softmax_dtype)
     logits = capped_logits((query[..., None, :] * key).sum(-1), allowed, call)
     row_max = jnp.maximum(logits.max(-1), INITIAL_MAX)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels.backends.softmax import MASKED, RunningSoftmax, soft_capped
 from kernels.decode.call import DecodeCall, OutputAndLse
+from kernels.decode.tree import SlotTree
 
 
 def query_tiles(query: Float[Array, "B T N H"], call: DecodeCall) -> Float[Array, "B K R H"]:
@@ -22,10 +23,17 @@ def query_tiles(query: Float[Array, "B T N H"], call: DecodeCall) -> Float[Array
 
 
 def allowed_pairs(
-    query_positions: Int[Array, "B T"], position: Int[Array, "#B c"], seen: Bool[Array, "B c"], call: DecodeCall
+    query_positions: Int[Array, "B T"],
+    position: Int[Array, "#B c"],
+    seen: Bool[Array, "B c"],
+    tree: SlotTree | None,
+    call: DecodeCall,
 ) -> Bool[Array, "B K R c"]:
-    """Which slots each row of each query tile may attend to."""
+    """Which slots each row of each query tile may attend to. With a tree of these slots, it has their positions."""
+    position = position if tree is None else tree.positions
     allowed = call.mask(query_positions[:, :, None], position[:, None, :])
+    if tree is not None:
+        allowed &= tree.sees
     # A per-head mask answers [N, B, T, c], any other [B, T, c].
     by_head = jnp.moveaxis(allowed, 0, 1) if allowed.ndim == 4 else allowed[:, None]
     by_head = jnp.broadcast_to(by_head & seen[:, None, None], (call.batch, call.num_heads, *allowed.shape[-2:]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
@@ -21,6 +22,7 @@ from kernels.decode.tokens import (
     checked_key_value,
     empty_slots,
     growth_on_host,
+    integers,
     numbered,
     sequence_numbers,
     sequences_of_batch,
@@ -150,6 +152,43 @@ class SlabCache:
             lengths=after if chosen is None else self.lengths.at[chosen].set(after, mode="drop"),
         )
 
+    def keep_path(
+        self,
+        path: Int[Array, "B A"],
+        start: Int[Array, " B"],
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> SlabCache:
+        """Drops the tokens of a tree but for one path, which goes on as if it had been written alone.
+
+        Args:
+          path: indices in the tree (`TokenTree`) of the tokens to keep, from a root down.
+          start: the tree's: number of tokens in each sequence before it.
+          sequences: as for `write`; the cache's other sequences stay as they are.
+          num_tokens: how many tokens of each path count, from the first; by default all. 0 drops the whole tree.
+
+        Raises:
+          ValueError: integers of another shape or type, or sequences that the cache hasn't.
+
+        >>> cache = SlabCache.empty(1, capacity=16, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        >>> tokens = jnp.arange(7.0).reshape(1, 7, 1, 1)  # a prompt of four tokens, and a tree of three
+        >>> cache = cache.write(tokens, tokens).keep_path([[0, 2]], start=[4])
+        >>> cache.lengths.tolist(), cache.key[0, :6].ravel().tolist()
+        ([6], [0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+        """
+        nodes, first = integers("path", path), integers("start", start)
+        if nodes.ndim != 2 or 0 in nodes.shape or first.shape != nodes.shape[:1]:
+            raise ValueError(
+                f"path must be integers [B, A], and start integers [B], got {list(nodes.shape)} and {list(first.shape)}"
+            )
+        chosen = sequences_of_batch(sequences, len(nodes), self.num_sequences, distinct=True)
+        before = jnp.asarray(first.astype(np.int32))
+        slots = (before[:, None] + nodes.astype(np.int32)) % self.capacity
+        lengths = before if chosen is None else self.lengths.at[chosen].set(before, mode="drop")
+        shortened = dataclasses.replace(self, lengths=lengths)
+        return shortened.write(*self.read(chosen, slots), sequences=sequences, num_tokens=num_tokens)
+
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
         """Ends sequences: they hold no tokens, and others may start in their slots.
 
@@ -235,7 +274,7 @@ def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) 
     Args:
       mask: of the attention over the cache; None allows all.
       max_length: tokens that a sequence may reach, in all.
-      tokens_per_step: tokens that are written before a query looks.
+      tokens_per_step: tokens that are written before a query looks; with a tree, all of the tree's.
 
     Raises:
       ValueError: a count below 1, or something else than a mask.

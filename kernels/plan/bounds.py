@@ -94,11 +94,10 @@ def counted(rows: Rows) -> Rows:
     row, column = (jnp.arange(n, dtype=jnp.int32) for n in (rows.num_rows, num_columns))
     own = kind_of(column, *(rows.bounds[:, :, None, i] for i in range(4)))
     kinds = kleene_and(own, kind_of(row[:, None], *(rows.columns[:, None, :, i] for i in range(4))))
-    operands: list[Array] = []
-    for kind in (TileKind.PARTIAL, TileKind.FULL):
-        is_kind = kinds == kind
-        operands += [is_kind.astype(jnp.int32), jnp.where(is_kind, column, num_columns)]
-    # One reduction, into which XLA fuses all of this. Several would share arrays of all tiles.
+    # The kinds are 0, 1 and 2. Comparisons in place of these bits, or a reduction for each count: XLA's GPU compiler
+    # would keep an array of all tiles.
+    is_partial, is_full = kinds & TileKind.PARTIAL, kinds >> 1
+    operands = [is_partial, column + (1 - is_partial) * num_columns, is_full, column + (1 - is_full) * num_columns]
     counts = jax.lax.reduce(operands, [np.int32(0), np.int32(num_columns)] * 2, _combine, dimensions=[2])
     return rows._replace(counts=jnp.stack(counts, axis=-1))
 

@@ -125,6 +125,44 @@ def test_a_plan_keeps_no_number_for_every_tile(names, transposed):
     assert memory.temp_size_in_bytes < (length // block) ** 2
 
 
+# Of each pass: the queries and keys of a tile, and whether its plan is transposed.
+PASSES = {"forward": (128, 64, False), "backward_dkv": (64, 128, True), "backward_dq": (128, 128, False)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", NAMES)
+def test_the_plans_of_three_passes_in_one_program_are_each_their_own(names, rng):
+    """XLA makes one GPU kernel of several reductions, and did it wrongly once: see test_plan_device.py."""
+    length = 4096
+    bounds = draw_bounds(rng, names, 2, length, length)
+
+    @jax.jit
+    def plans(bounds):
+        inputs, call = call_of(CausalMask(), length, length, bounds)
+        of_pass = {
+            name: make_rows(inputs, call, block_q, block_kv, transposed=transposed)
+            for name, (block_q, block_kv, transposed) in PASSES.items()
+        }
+        return {name: rows if rows.columns is None else counted(rows) for name, rows in of_pass.items()}
+
+    in_one = jax.device_get(plans(jax.tree.map(jnp.asarray, bounds)))
+    allowed = np.tril(np.ones((length, length), bool)) & bounds.allowed(length, length)
+    for name, (block_q, block_kv, transposed) in PASSES.items():
+        for b in range(2):
+            exact = dense_tile_kinds(np.broadcast_to(allowed, (2, length, length))[b], block_q, block_kv)
+            exact = exact.T if transposed else exact
+            rows = in_one[name]
+            kinds = kinds_of(rows._replace(counts=None), b, exact.shape[1])
+            assert not ((exact != TileKind.EMPTY) & (kinds == TileKind.EMPTY)).any(), name
+            assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all(), name
+            if rows.counts is not None:
+                for kind, number, first in ((TileKind.PARTIAL, 0, 1), (TileKind.FULL, 2, 3)):
+                    np.testing.assert_array_equal(rows.counts[b, :, number], (kinds == kind).sum(axis=1))
+                    firsts = np.where((kinds == kind).any(axis=1), (kinds == kind).argmax(axis=1), -1)
+                    found = np.where(rows.counts[b, :, number] > 0, rows.counts[b, :, first], -1)
+                    np.testing.assert_array_equal(found, firsts)
+
+
 def test_bounds_of_another_form_are_refused():
     query = jnp.ones((2, 5, 1, 8))
     for bounds, message in (

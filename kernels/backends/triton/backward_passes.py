@@ -22,6 +22,7 @@ import triton.language as tl
 
 from kernels.backends.triton.tiles import (
     Matrices,
+    QueryTokens,
     Strided,
     capped,
     head_start,
@@ -29,7 +30,6 @@ from kernels.backends.triton.tiles import (
     layout_of,
     load_intervals,
     load_key_positions,
-    load_queries,
     load_rows,
     load_tokens,
     may_attend,
@@ -107,8 +107,14 @@ def _key_value_kernel(
     )
     bounds += batch * bounds_stride
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
-    own_tokens = _load_keys(
-        key_tokens, key_ids, batch, begin, kv_len, block_kv, has_positions, has_ids, has_q_start, has_q_end
+    key_tokens += batch * (kv_len * (has_positions + has_q_start + has_q_end))
+    own_bounds = key_tokens + has_positions * kv_len
+    own_tokens = _KeyTokens(
+        load_key_positions(key_tokens, begin, kv_len, block_kv, has_positions)[:, None],
+        load_tokens(key_ids + batch * kv_len, begin, kv_len, block_kv, 0)[:, None] if has_ids else None,
+        load_tokens(own_bounds, begin, kv_len, block_kv, 0) if has_q_start else None,
+        load_tokens(own_bounds + has_q_start * kv_len, begin, kv_len, block_kv, 0) if has_q_end else None,
+        begin + tl.arange(0, block_kv),
     )
 
     dk = tl.zeros((block_kv, block_h), tl.float32)
@@ -144,25 +150,6 @@ class _KeyTokens(NamedTuple):
     q_start: tl.tensor
     q_end: tl.tensor
     index: tl.tensor
-
-
-@triton.jit
-def _load_keys(
-    key_tokens, key_ids, batch, begin, kv_len: tl.constexpr, block_kv: tl.constexpr, has_positions: tl.constexpr,
-    has_ids: tl.constexpr, has_q_start: tl.constexpr, has_q_end: tl.constexpr,
-):  # fmt: skip
-    """The tokens of the keys from `begin` on."""
-    key_tokens += batch * (kv_len * (has_positions + has_q_start + has_q_end))
-    position = load_key_positions(key_tokens, begin, kv_len, block_kv, has_positions)[:, None]
-    own_ids, q_start, q_end = None, None, None
-    if has_ids:
-        own_ids = load_tokens(key_ids + batch * kv_len, begin, kv_len, block_kv, 0)[:, None]
-    bounds = key_tokens + has_positions * kv_len
-    if has_q_start:
-        q_start = load_tokens(bounds, begin, kv_len, block_kv, 0)
-    if has_q_end:
-        q_end = load_tokens(bounds + has_q_start * kv_len, begin, kv_len, block_kv, 0)
-    return _KeyTokens(position, own_ids, q_start, q_end, begin + tl.arange(0, block_kv))
 
 
 @triton.jit
@@ -305,10 +292,15 @@ def _query_kernel(
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     bounds += batch * bounds_stride
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds, row)
-    row_tokens = load_queries(
-        row_first, row_last, intervals, query_ids, batch, begin, interval_stride, q_len, block_q, has_ids,
-        has_k_start, has_k_end,
-    )  # fmt: skip
+    own_bounds = intervals + batch * interval_stride + 2 * q_len
+    row_tokens = QueryTokens(
+        row_first,
+        row_last,
+        load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None] if has_ids else None,
+        load_tokens(own_bounds, begin, q_len, block_q, 0) if has_k_start else None,
+        load_tokens(own_bounds + has_k_start * q_len, begin, q_len, block_q, 0) if has_k_end else None,
+        begin + tl.arange(0, block_q),
+    )
 
     dq = tl.zeros((block_q, block_h), tl.float32)
     if has_columns:

@@ -13,14 +13,15 @@ from jaxtyping import Array, Float
 
 from kernels.backends.triton.tiles import (
     Matrices,
+    QueryTokens,
     add_tile,
     capped,
     head_start,
     launch_pass,
     layout_of,
     load_intervals,
-    load_queries,
     load_rows,
+    load_tokens,
     may_attend,
     next_run,
     partial_tile,
@@ -84,10 +85,15 @@ def _forward_kernel(
     row_max = tl.full((block_q,), -1e30, tl.float32)
 
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
-    row_tokens = load_queries(
-        row_first, row_last, intervals, query_ids, batch, begin, interval_stride, q_len, block_q, has_ids,
-        has_k_start, has_k_end,
-    )  # fmt: skip
+    own_bounds = intervals + batch * interval_stride + 2 * q_len
+    row_tokens = QueryTokens(
+        row_first,
+        row_last,
+        load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None] if has_ids else None,
+        load_tokens(own_bounds, begin, q_len, block_q, 0) if has_k_start else None,
+        load_tokens(own_bounds + has_k_start * q_len, begin, q_len, block_q, 0) if has_k_end else None,
+        begin + tl.arange(0, block_q),
+    )
     if has_columns:
         tile, stop = row_start, full_stop + num_partial - num_before
         while tile < stop:

@@ -265,23 +265,6 @@ class QueryTokens(NamedTuple):
 
 
 @triton.jit
-def load_queries(
-    row_first, row_last, intervals, ids, batch, begin, interval_stride: tl.constexpr, q_len: tl.constexpr,
-    block_q: tl.constexpr, has_ids: tl.constexpr, has_k_start: tl.constexpr, has_k_end: tl.constexpr,
-):  # fmt: skip
-    """The tokens of the queries from `begin` on, whose intervals are loaded."""
-    row_ids, k_start, k_end = None, None, None
-    if has_ids:
-        row_ids = load_tokens(ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
-    bounds = intervals + batch * interval_stride + 2 * q_len
-    if has_k_start:
-        k_start = load_tokens(bounds, begin, q_len, block_q, 0)
-    if has_k_end:
-        k_end = load_tokens(bounds + has_k_start * q_len, begin, q_len, block_q, 0)
-    return QueryTokens(row_first, row_last, row_ids, k_start, k_end, begin + tl.arange(0, block_q))
-
-
-@triton.jit
 def may_attend(
     queries, key_tokens, key_ids, batch, at, kv_len: tl.constexpr, block_kv: tl.constexpr,
     has_positions: tl.constexpr, has_q_start: tl.constexpr, has_q_end: tl.constexpr,

@@ -53,7 +53,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
     block_v = padded_head_dim(call.value_dim)
     start = functools.partial(launch, compute_capability=call.target.compute_capability, interpret=tuning.interpret)
 
-    tile_kinds = block_tile_kinds(call.mask, inputs.query_positions, cache.blocks(inputs.sequences))
+    tile_kinds = block_tile_kinds(call.mask, inputs.query_positions, inputs.blocks())
     # `kernels.plan.list_rows` would sort; this is one kernel. It counts FULL blocks, which come first, and all: [B, 2].
     blocks, counts = start(
         list_blocks_kernel,
@@ -72,6 +72,8 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
     slot_table = (cache.lengths,) * 3
     if isinstance(cache, UnifiedCache):
         slot_table = (cache.lengths, cache.table.positions, cache.table.owners)
+    elif inputs.tree is not None:
+        slot_table = (cache.lengths, inputs.tree.positions, inputs.tree.query_sets())
     rows = (call.batch, call.num_new, call.num_heads)
     parts = (num_parts, *rows)
     # The output of a part without blocks, whose lse is −inf, is anything.
@@ -85,6 +87,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
             "block_size": call.block_size,
             "slab_capacity": None if call.one_slab else call.num_slots,
             "num_words": slot_table[2].shape[-1],
+            "has_tree": inputs.tree is not None,
             "num_new": call.num_new,
             "num_heads": call.num_heads,
             "num_kv_heads": call.num_kv_heads,

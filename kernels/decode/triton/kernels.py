@@ -43,13 +43,15 @@ def attend_part_kernel(
     num_new: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, group_size: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr, interval_heads: tl.constexpr,
     num_blocks: tl.constexpr, block_size: tl.constexpr, slab_capacity: tl.constexpr, num_words: tl.constexpr,
+    has_tree: tl.constexpr,
     to_cap: tl.constexpr, to_log2: tl.constexpr,
     tile_rows: tl.constexpr, tile_slots: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence's visited blocks, for one key/value head and some of the rows that read it.
 
     Rows run over (token, query head of the group). `slab_capacity` is the number of a sequence's slots, or None if all
-    sequences share theirs. The output is float32, divided by the part's own row_sum.
+    sequences share theirs. With a tree, `positions` are of the slots of each batch element's sequence, and `owners` the
+    sets of new tokens that see each of these slots. The output is float32, divided by the part's own row_sum.
     """
     num_row_tiles: tl.constexpr = (num_new * group_size + tile_rows - 1) // tile_rows
     tiles_per_block: tl.constexpr = block_size // tile_slots
@@ -101,9 +103,14 @@ def attend_part_kernel(
     for step in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
         tile_start = next_block * block_size + step % tiles_per_block * tile_slots
         next_block = tl.load(blocks + tl.minimum((step + 1) // tiles_per_block, end - 1))
-        position, seen = _position_and_seen(
-            tile_start + slot_in_tile, sequence, lengths, positions, owners, slab_capacity, num_words
-        )
+        slot = tile_start + slot_in_tile
+        if has_tree:
+            position, by_tree = _position_and_seen_by_tree(
+                slot, batch, token, is_row, positions, owners, slab_capacity, num_words
+            )
+            seen = tl.max(by_tree, 0) != 0
+        else:
+            position, seen = _position_and_seen(slot, sequence, lengths, positions, owners, slab_capacity, num_words)
         # A slot that no row may see isn't even read: a probability of 0 doesn't stop a NaN.
         seen = (seen & (lowest <= position) & (position <= highest))[:, None]
         at = tl.cast(tile_start, tl.int64)
@@ -111,6 +118,8 @@ def attend_part_kernel(
         v = tl.load(value + at * (num_kv_heads * value_dim) + value_offset, mask=seen & (v_col < value_dim), other=0.0)
         seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] <= row_last[:, None])
         seen_by_row &= tl.trans(seen)
+        if has_tree:
+            seen_by_row &= by_tree != 0
         logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
         acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
@@ -178,6 +187,19 @@ def _position_and_seen(
         position = newest - tl.where(back < 0, back + slab_capacity, back)
         seen = (slot < slab_capacity) & (position >= 0)
     return position, seen
+
+
+@triton.jit
+def _position_and_seen_by_tree(
+    slot, batch, token, is_row, positions, owners, slab_capacity: tl.constexpr, num_words: tl.constexpr
+):
+    """The position of each slot, and 1 where each row's token sees it by the tree, else 0."""
+    is_slot = slot < slab_capacity
+    at = tl.cast(batch, tl.int64) * slab_capacity + slot
+    position = tl.load(positions + at, mask=is_slot, other=0)
+    words = owners + at[None, :] * num_words + (token // 32)[:, None]
+    word = tl.load(words, mask=is_row[:, None] & is_slot[None, :], other=0)
+    return position, (word >> (token % 32)[:, None]) & 1
 
 
 @triton.jit
