@@ -21,31 +21,22 @@ Data: the Python standard library's own sources, of which few are as long as a s
 long documents. For your own see `data` in trainer/config/sections.py.
 """
 
-from layers import GPTConfig, LoRAConfig
-from trainer.config import OptimizerConfig, TrainConfig
-from trainer.config.extension import extend_context
-from trainer.config.init_from import read_initial_model, with_initial_model
+import dataclasses
 
-LENGTHS = (32_768, 131_072)
+from experiments import extend_context
+from layers import LoRAConfig
+from trainer.config import TrainConfig
 
 
-def get_config(init_from: str = "models/pretrained") -> TrainConfig:
+def get_config(init_from: str = "models/pretrained", num_steps: int = 1000, learning_rate: float = 1e-4) -> TrainConfig:
     """The config of a pretrained model in two phases.
 
     Args:
-      init_from: its folder; --init-from says it, too.
+      init_from, num_steps, learning_rate: as of experiments/extend_context.py. Adapters take a larger rate.
     """
-    base = TrainConfig(
+    return dataclasses.replace(
+        extend_context.get_config(init_from, num_steps, learning_rate),
         name="extended_8b",
         description="Adapters of a pretrained model, trained on sequences that become longer; for one H200",
-        init_from=init_from,
-        model=GPTConfig(remat="full"),
         lora=LoRAConfig(rank=16, alpha=32.0),
-        num_steps=1000,
-        sequence_length=LENGTHS[0],
-        batch_size=4,
-        gradient_accumulation=4,
-        optimizer=OptimizerConfig(learning_rate=1e-4, weight_decay=0.0),
     )
-    context_length = read_initial_model(init_from).context_length
-    return extend_context(with_initial_model(base), LENGTHS, context_length=context_length)
