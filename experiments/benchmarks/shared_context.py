@@ -107,7 +107,7 @@ def _context_length(arguments: SharedContextArguments) -> int:
 
 def _forward_seconds(arguments: SharedContextArguments, functions: Any, params: Any) -> float:
     sequence = empty_sequence(arguments.length)
-    sequence["target_mask"][:], sequence["segment_ids"][:] = True, 1
+    sequence["weights"][:], sequence["segment_ids"][:] = 1, 1
     sequence["positions"][:] = np.arange(arguments.length)
     share = BatchShare({name: array[None] for name, array in sequence.items()}, (0,), (np.array([arguments.length]),))
     batch = make_global_batch(share, batch_sharding(functions.mesh))

@@ -15,6 +15,7 @@ import numpy as np
 from kernels import BlockwiseTuning
 from kernels.context import SequenceSharding
 from layers import GPTConfig, MoEConfig
+from tests.kernels.contract_cases import draw_bounds
 from tests.parity.cases import ATTENTION, Placement, Problem
 from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -34,7 +35,7 @@ class Outcome(NamedTuple):
     """What a step computes before it updates anything."""
 
     loss: np.ndarray
-    """Nats and z-loss per target."""
+    """Nats and z-loss of the targets by their weights, and the losses of routers."""
     gradients: dict[str, np.ndarray]
     """By the parameters' paths."""
 
@@ -84,8 +85,8 @@ class Model:
         )
         batch = jax.device_put(self._sharded(config, plan.sequence_sharding), batch_sharding(functions.mesh))
         gradients, sums = functions.gradients(params, batch)
-        assert int(sums.num_targets) == self.batch["target_mask"].sum()
-        return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
+        assert int(sums.num_targets) == (self.batch["weights"] != 0).sum()
+        return Outcome(np.asarray(sums.mean), _by_path(gradients))
 
     def oracle(self, accumulation: int) -> Outcome:
         """The same by the oracle, in float64: the loss by NumPy, the gradients by JAX's derivative of it."""
@@ -110,12 +111,18 @@ class Model:
             sequence_length=self.length,
             batch_size=BATCH_SIZE,
             gradient_accumulation=placement.accumulation,
-            data=DataConfig(keep_documents_apart=self.attention.documents),
+            data=self._data,
             optimizer=OptimizerConfig(num_warmup_steps=0),
             loss=LossConfig(chunk_size=placement.loss_chunk, z_loss=self.z_loss),
             mesh=MeshConfig(*placement.mesh),
             context=ContextConfig(placement.exchange, placement.sequence_sharding),
         )
+
+    @property
+    def _data(self) -> DataConfig:
+        if self.attention.bounds == "tree":
+            return DataConfig(source="trees", files=("trees.jsonl",))
+        return DataConfig(keep_documents_apart=self.attention.documents)
 
     def _sharded(self, config: TrainConfig, sequence_sharding: SequenceSharding) -> dict[str, np.ndarray]:
         """The batch as the data pipeline hands it to a run."""
@@ -136,12 +143,22 @@ class Model:
             ids[:] = np.repeat(np.arange(1, len(starts) + 1)[:: rng.choice([-1, 1])], lengths)
             ids[num_tokens:] = 0
             own_positions[:] = np.arange(self.length) - np.repeat(starts, lengths)
+        bounds = {}
+        if self.attention.bounds is not None:
+            drawn = draw_bounds(rng, self.attention.bounds, *shape, self.length)
+            bounds = {name: np.asarray(getattr(drawn, name), np.int32) for name in drawn.given}
+        if "q_end" in bounds:
+            # A token's position is the number of tokens before it on its branch.
+            index = np.arange(self.length)
+            is_before = (index < index[:, None]) & (index[:, None] < bounds["q_end"][:, None])
+            positions = (is_before & (segment_ids[:, :, None] == segment_ids[:, None])).sum(-1, dtype=np.int32)
         return {
             "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
             "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
-            "target_mask": segment_ids != 0,
+            "weights": np.where(segment_ids != 0, _draw_weights(rng, shape), 0).astype(np.float32),
             "segment_ids": segment_ids,
             "positions": positions,
+            **bounds,
         }
 
     def _draw_params(self, rng: np.random.Generator) -> Any:
@@ -173,6 +190,12 @@ def _draw_mixture(rng: np.random.Generator) -> MoEConfig:
         load_balance_loss_weight=0.5,
         router_z_loss_weight=0.1,
     )
+
+
+def _draw_weights(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros, ones, and weights of either sign whose sizes differ by orders of magnitude."""
+    drawn = np.exp(rng.normal(0, 3, shape)) * np.where(rng.random(shape) < 0.3, -1, 1)
+    return np.choose(rng.choice(3, shape, p=(0.2, 0.4, 0.4)), (0.0, 1.0, drawn))
 
 
 def _by_path(tree: Any) -> dict[str, np.ndarray]:

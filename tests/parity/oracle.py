@@ -30,11 +30,12 @@ def mean_loss(
     accumulation: int,
     xp: ModuleType = np,
 ) -> Float[Array, ""]:
-    """Cross-entropy, z-loss and the losses of routers per target.
+    """Cross-entropy and z-loss of targets by their weights, and the losses of routers per token.
 
     Args:
       params: nested dict of float64 arrays, as the training state holds them.
-      batch: tokens, targets, target_mask, segment_ids and positions, in the order of the row.
+      batch: tokens, targets, weights, segment_ids and positions, in the order of the row; and bounds, if the attention
+        has some.
       model: sizes and options; its masks are not read.
       allows: for each mask of the pattern what it allows: one function, or one for each query head.
       documents: whether attention and positions stay within a document.
@@ -45,7 +46,7 @@ def mean_loss(
     """
     length = batch["tokens"].shape[1]
     positions = batch["positions"] if documents else np.broadcast_to(np.arange(length), batch["tokens"].shape)
-    counted = batch["target_mask"]
+    counted, weights = batch["segment_ids"] != 0, batch["weights"].astype(np.float64)
     table = params["embedding"]["embedding"]
     hidden = table[batch["tokens"]]
     of_routers, micro_batches = 0.0, [slice(first, None, accumulation) for first in range(accumulation)]
@@ -56,6 +57,7 @@ def mean_loss(
         if documents:
             ids = batch["segment_ids"]
             allowed = allowed & (ids[:, :, None] == ids[:, None, :])[:, None]
+        allowed = allowed & _within_bounds(batch)[:, None]
         normed = _norm(hidden, block["attention_norm"]["scale"], xp)
         hidden = hidden + _attention(normed, block["attention"], allowed, positions, model, xp)
         normed = _norm(hidden, block["mlp_norm"]["scale"], xp)
@@ -71,8 +73,20 @@ def mean_loss(
     # float64 holds the exponentials of logits of this size, so nothing is subtracted first.
     log_partition = xp.log(xp.exp(logits).sum(-1))
     target_logits = xp.take_along_axis(logits, batch["targets"][:, :, None], axis=-1)[:, :, 0]
-    losses = log_partition - target_logits + z_loss * log_partition**2
-    return ((losses * counted).sum() + of_routers) / counted.sum()
+    of_targets = (weights * (log_partition - target_logits) + abs(weights) * z_loss * log_partition**2).sum()
+    return of_targets / abs(weights).sum() + of_routers / counted.sum()
+
+
+def _within_bounds(batch: dict[str, np.ndarray]) -> Bool[np.ndarray, "B T T"]:
+    """Whether each token's bound lets a query attend to a key; a tree's keys lie before their queries."""
+    index = np.arange(batch["tokens"].shape[1])
+    query, key = index[:, None], index[None]
+    allowed = np.ones((len(batch["tokens"]), len(index), len(index)), bool)
+    if "k_end" in batch:
+        allowed &= key < batch["k_end"][:, :, None]
+    if "q_end" in batch:
+        allowed &= (key <= query) & (query < batch["q_end"][:, None, :])
+    return allowed
 
 
 def _at(tree: Any, index: int) -> Any:

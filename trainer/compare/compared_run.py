@@ -180,7 +180,8 @@ def _read_metrics(
             continue
         steps.append(step)
         training.append(_or_nan(entry["loss"]))
-        tokens.append(entry.get("num_targets") or 0)
+        # Logs before 2026-11-29 have targets alone.
+        tokens.append(entry.get("num_tokens", entry.get("num_targets")) or 0)
         if entry.get("step_s") is None:
             continue
         # The last step of a window tells the mean of them all.

@@ -4,7 +4,7 @@ A document is cut only if it is longer than a sequence: into full sequences and 
 best-fit decreasing: the longest first, each into the sequence with the least room that still holds it
 (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830). Attention never crosses a
 document and positions start over in each piece, so which documents share a sequence changes no prediction, and one
-plan serves every epoch; their order is what an epoch shuffles.
+plan serves every epoch; the order of the sequences is what an epoch shuffles.
 
 Shapes: D documents, P pieces, S sequences, T tokens in a sequence.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 
 from trainer.data.documents import Documents
 
@@ -118,8 +118,9 @@ def pack_best_fit(lengths: Int64[np.ndarray, " P"], capacity: int) -> Int64[np.n
 class PackedSequences:
     """Random access to the packed sequences of some documents.
 
-    Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `target_mask` (bool; False on
-    padding), `segment_ids` (int32; pieces count down to 1, padding is 0) and `positions` (int32, from 0 in each piece).
+    Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `weights` of the targets' losses
+    (float32; 1, and 0 on padding), `segment_ids` (int32; pieces count down to 1, padding is 0) and `positions` (int32,
+    from 0 in each piece).
 
     Args:
         documents: what to pack.
@@ -156,6 +157,17 @@ class PackedSequences:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
         return self.pieces.length[self.pieces_of(index)]
 
+    def shares_in(self, sequences: Int64[np.ndarray, " N"]) -> Float64[np.ndarray, " D"]:
+        """The share of each document that some sequences hold: 0.0 to 1.0, and 0.0 of one without targets."""
+        are_in = np.zeros(len(self), bool)
+        are_in[sequences] = True
+        pieces = self._pieces_by_sequence[np.repeat(are_in, np.diff(self._ends, prepend=0))]
+        in_these, in_all = (
+            np.bincount(self.pieces.document[each], self.pieces.length[each], len(self.documents))
+            for each in (pieces, slice(None))
+        )
+        return in_these / np.maximum(in_all, 1)
+
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         columns = (self.pieces.document, self.pieces.start, self.pieces.length)
         pieces = self.pieces_of(index)
@@ -187,7 +199,7 @@ def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
     return {
         "tokens": np.zeros(sequence_length, np.int32),
         "targets": np.zeros(sequence_length, np.int32),
-        "target_mask": np.zeros(sequence_length, bool),
+        "weights": np.zeros(sequence_length, np.float32),
         "segment_ids": np.zeros(sequence_length, np.int32),
         "positions": np.zeros(sequence_length, np.int32),
     }
@@ -200,12 +212,12 @@ def fill_sequence(
     sequence = empty_sequence(sequence_length)
     streams = documents.streams([(document, start, start + length + 1) for document, start, length in pieces])
     offset = 0
-    for number, (_, _, length) in enumerate(pieces):
+    for number, (document, start, length) in enumerate(pieces):
         place = slice(offset, offset + length)
         # A stream is one token longer than its piece has targets.
         stream = streams[offset + number : offset + number + length + 1]
         sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
-        sequence["target_mask"][place] = True
+        sequence["weights"][place] = documents.weights(document, start, length)
         # Ranks compare the lowest and the highest ids of their blocks, to know whose keys they need. Ids that only
         # fall, to the padding's, make these ranges narrow.
         sequence["segment_ids"][place] = len(pieces) - number

@@ -51,9 +51,8 @@ class PackedTrees(PackedSequences):
     """Random access to the packed sequences of some trees.
 
     Items are as those of `PackedSequences`, with a segment for each tree, `positions` that count from 0 in each branch,
-    and two more arrays: `weights` (float32), of each target's loss, and `q_end` (int32), the index in the sequence
-    behind each token's subtree. The `target_mask` is True where the weight isn't 0. A piece is a part of a tree, and
-    its `start` the first branch.
+    the `weights` of the trees' nodes, and one more array: `q_end` (int32), the index in the sequence behind each
+    token's subtree. A piece is a part of a tree, and its `start` the first branch.
 
     Raises:
         DataError: a branch is longer than a sequence; names its tree.
@@ -82,12 +81,10 @@ class PackedTrees(PackedSequences):
                 sequence[name][place] = array
             sequence["segment_ids"][place] = len(parts) - number  # falling, as those of documents
             offset = place.stop
-        sequence["target_mask"][:] = sequence["weights"] != 0
         return sequence
 
     def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
-        length = self.sequence_length
-        return empty_sequence(length) | {"weights": np.zeros(length, np.float32), "q_end": np.zeros(length, np.int32)}
+        return empty_sequence(self.sequence_length) | {"q_end": np.zeros(self.sequence_length, np.int32)}
 
     def sharing(self) -> dict[str, int]:
         trees, num_parts = self.documents.trees, np.bincount(self.pieces.document, minlength=len(self.documents))

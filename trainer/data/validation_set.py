@@ -96,7 +96,7 @@ class ValidationSet:
 
         Args:
             batch_size: sequences in every batch, over all processes; the last of each source is filled up with
-                sequences whose `target_mask` is all False.
+                sequences whose `weights` are all 0.
             indices: in each batch, of the sequences that this process reads; None: all.
             sharder: shards each sequence over devices; None: its tokens stay in order.
         """

@@ -170,7 +170,7 @@ def _measure(
         nats = [losses.nats for losses in forward(params, streams)]
         num_tokens = sum(map(len, nats))
         console.note(f"losses of {num_tokens:,} tokens in {format_seconds(time.perf_counter() - begun)}")
-        yield step, work.losses.bin(nats, command.token_lengths[0])
+        yield step, work.losses.bin(nats, work.losses.weights(work.documents), command.token_lengths[0])
     laid_out = None
     for length, examples in work.examples.items():
         if not examples:

@@ -114,7 +114,7 @@ class TokenForward:
         for number, stream in enumerate(streams):
             place = slice(offset, offset := offset + len(stream) - 1)
             sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
-            sequence["target_mask"][place] = True
+            sequence["weights"][place] = 1
             sequence["segment_ids"][place] = len(streams) - number  # falling, as in `PackedSequences`
             sequence["positions"][place] = np.arange(len(stream) - 1)
         return sequence

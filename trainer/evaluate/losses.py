@@ -1,6 +1,7 @@
 """Losses of real documents: by position, by the context before, and by the document's length. All is NumPy.
 
-A document is a stream of tokens; its target at index t is predicted from the t + 1 tokens before it.
+A document is a stream of tokens; its target at index t is predicted from the t + 1 tokens before it. Targets count by
+their weights, as in training: of a chat those of the assistant alone.
 
 Shapes: n targets of a stream.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Float32, Float64, Int32
 
 from trainer.data import Documents
 from trainer.evaluate.results import Line
@@ -84,16 +85,30 @@ class ChosenDocuments:
         """The tokens of all parts, of which the first is no target."""
         return [documents.stream(part.document, part.start, part.stop + 1) for part in self.parts]
 
-    def bin(self, nats: Sequence[Float32[np.ndarray, " n"]], shortest: int) -> list[Line]:
+    def weights(self, documents: Documents) -> list[Float32[np.ndarray, " n"]]:
+        """The weights of all parts' targets."""
+        return [documents.weights(part.document, part.start, part.stop - part.start) for part in self.parts]
+
+    def bin(
+        self,
+        nats: Sequence[Float32[np.ndarray, " n"]],
+        weights: Sequence[Float32[np.ndarray, " n"]],
+        shortest: int,
+    ) -> list[Line]:
         """Means over bins, as lines of the results.
 
         Args:
           nats: losses of each part's targets.
+          weights: of the same targets.
           shortest: the short context that the guard is measured at.
         """
-        of_long, num_contexts = nats[: len(self.long)], len(self.contexts)
-        of_contexts = nats[len(self.long) :][:num_contexts]
-        of_others = nats[len(self.long) + num_contexts :]
+        terms = [
+            np.stack([np.multiply(loss, weight, dtype=np.float64), np.abs(weight)], axis=1)
+            for loss, weight in zip(nats, weights, strict=True)
+        ]
+        of_long, num_contexts = terms[: len(self.long)], len(self.contexts)
+        of_contexts = terms[len(self.long) :][:num_contexts]
+        of_others = terms[len(self.long) + num_contexts :]
         lines = [
             _line("loss_by_position", high, [each[low:high] for each in of_long])
             for low, high in _position_bins(max((part.stop for part in self.long), default=0))
@@ -123,7 +138,15 @@ def _position_bins(longest: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _line(kind: str, length: int, nats: Sequence[Float32[np.ndarray, " n"]]) -> Line:
-    joined = np.concatenate(nats) if nats else np.zeros(0, np.float32)
-    loss = float(joined.mean(dtype=np.float64)) if joined.size else None
-    return Line(kind, length, loss=loss, num_tokens=joined.size, num_examples=len(nats))
+def _line(kind: str, length: int, terms: Sequence[Float64[np.ndarray, "n 2"]]) -> Line:
+    """A mean over targets, of each of which there is its loss times its weight, and the weight's absolute value."""
+    joined = np.concatenate([np.zeros((0, 2)), *terms])
+    total, weight_sum = joined.sum(0)
+    num_tokens = int(np.count_nonzero(joined[:, 1]))
+    return Line(
+        kind,
+        length,
+        loss=float(total / weight_sum) if num_tokens else None,
+        num_tokens=num_tokens,
+        num_examples=len(terms),
+    )

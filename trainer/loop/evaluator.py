@@ -19,6 +19,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.observer import VALIDATION_DIGEST, Evaluated, Evaluation, LogEntry, Observers, Sampled
 from trainer.observers.times import TimeAccount
+from trainer.step.loss import CrossEntropy
 from trainer.step.train_step import Batch, TrainState
 
 
@@ -114,20 +115,20 @@ def describe_validation(config: TrainConfig, validation: ValidationSet, tokenize
 
 
 def evaluate(
-    eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]],
+    eval_step: Callable[[Any, Batch], CrossEntropy],
     params: Any,
     batches: Iterable[Batch],
     num_bytes: int | None,
     *,
     sources: Sequence[str | None] = (),
 ) -> Evaluation:
-    """Evaluates parameters on batches. Every target has the same weight.
+    """Evaluates parameters on batches. Targets count by their weights, as in training.
 
     Args:
       eval_step: `StepFunctions.eval_step` at a step, compiled or not.
       params: the parameters.
       batches: on the devices, sharded as `eval_step` declares.
-      num_bytes: of the text that all their targets stand for; None: unknown.
+      num_bytes: of the text that all their targets stand for; None: unknown, or the weights aren't all 1.
       sources: of a mixture: the source of each batch.
 
     Raises:
@@ -135,24 +136,24 @@ def evaluate(
     """
     # Dispatch all batches before waiting for the first result.
     sums = jax.device_get([eval_step(params, batch) for batch in batches])
-    nats, num_targets = _add(sums)
+    num_targets = sum(int(each.num_targets) for each in sums)
     if num_targets == 0:
         raise UserMistake(
             f"evaluation got {len(sums)} batch(es) without a single target; "
             "give it longer validation documents or a larger data.validation_fraction"
         )
     of_source = {
-        name: _add([each for each, own in zip(sums, sources, strict=True) if own == name])
+        name: [each for each, own in zip(sums, sources, strict=True) if own == name]
         for name in dict.fromkeys(sources)
         if name is not None
     }
     return Evaluation(
-        nats / num_targets,
-        nats / math.log(2) / num_bytes if num_bytes else None,
+        _mean(sums),
+        math.fsum(float(each.nats) for each in sums) / math.log(2) / num_bytes if num_bytes else None,
         num_targets,
-        {name: nats / count for name, (nats, count) in of_source.items() if count},
+        {name: _mean(own) for name, own in of_source.items() if any(each.num_targets for each in own)},
     )
 
 
-def _add(sums: Sequence[tuple[Any, Any]]) -> tuple[float, int]:
-    return math.fsum(float(nats) for nats, _ in sums), sum(int(count) for _, count in sums)
+def _mean(sums: Sequence[CrossEntropy]) -> float:
+    return math.fsum(float(each.nats) for each in sums) / math.fsum(float(each.weight_sum) for each in sums)

@@ -92,7 +92,8 @@ class LengthEvaluator:
         chosen = ChosenDocuments.choose(documents, lengths, _NUM_DOCUMENTS, setup.run.seed)
         nats = [losses.nats for losses in forward(state.params, chosen.streams(documents))]
         scores = score(forward, state.params, setup.examples) if setup.examples else []
-        return [*chosen.bin(nats, lengths[0]), *mean_scores(setup.examples, [each.tolist() for each in scores])]
+        lines = chosen.bin(nats, chosen.weights(documents), lengths[0])
+        return [*lines, *mean_scores(setup.examples, [each.tolist() for each in scores])]
 
     def _keep(self, path: Path, lines: list[Line], step: int, digest: str) -> None:
         try:

@@ -102,7 +102,7 @@ class RunningWindow:
         peak = self._setup.peak_flops_per_s
         capacity = None if peak is None else seconds * peak * len(self._setup.devices)
         mfu = None if capacity is None else (self._flops.causal / capacity, self._flops.noncausal / capacity)
-        num_tokens = sum(int(each.num_targets) for each in metrics)
+        num_tokens = sum(int(each.num_tokens) for each in metrics)
         times.add_window(len(metrics), seconds, num_tokens, mfu)
         step, num_steps = self._first_step + len(metrics) - 1, self._setup.run.num_steps
         optimizer = self._setup.config.optimizer
@@ -142,6 +142,7 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int, phase: in
         "grad_norm": float(metrics.grad_norm),
         "learning_rate": float(metrics.learning_rate),
         "num_targets": int(metrics.num_targets),
+        "num_tokens": int(metrics.num_tokens),
         "num_skipped": int(metrics.num_skipped),
     }
     of_routers = {"load_balance_loss": metrics.load_balance_loss, "router_z_loss": metrics.router_z_loss}

@@ -49,6 +49,7 @@ _OF_TRAINING = (
     "grad_norm",
     "learning_rate",
     "num_targets",
+    "num_tokens",
     "num_skipped",
     "num_losses_recomputed",
     "window",

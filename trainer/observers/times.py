@@ -88,7 +88,7 @@ class StepTimes:
         Args:
           num_steps: steps in it.
           seconds: from idle device to idle device.
-          num_tokens: targets trained on; padding is none.
+          num_tokens: of documents, whatever their targets' weights; padding is none.
           mfu: causal and noncausal model FLOPs utilisation, as fractions; None: unknown.
         """
         if self.first_s is None:

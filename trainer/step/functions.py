@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from kernels.context import SequenceSharding
 from layers import GPT, ActivationSharding
@@ -20,7 +19,7 @@ from layers.lora import add_adapters
 from trainer.config import TrainConfig
 from trainer.step.frozen import split_frozen, with_frozen_dtype
 from trainer.step.host_offload import moments_on_host, require_host_memory
-from trainer.step.loss import TokenLosses
+from trainer.step.loss import CrossEntropy, TokenLosses
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
 from trainer.step.plan import Plan, make_plan
@@ -69,8 +68,8 @@ class StepFunctions:
     """Jitted: one update. Donates the state."""
     gradients: Callable[[Any, Batch], tuple[Any, LossSums]]
     """Jitted: (params, batch) → (gradient of the mean loss, sums). What `train_step` updates by."""
-    eval_step: Callable[[Any, Batch, Any], tuple[Array, Array]]
-    """Jitted: (params, batch, steps behind them) → (sum of nats, number of targets)."""
+    eval_step: Callable[[Any, Batch, Any], CrossEntropy]
+    """Jitted: (params, batch, steps behind them) → sums over all targets."""
     token_step: Callable[[Any, Batch], TokenLosses]
     """Jitted: (params, batch) → loss of each target, [B, T], whole on every device and in the batch's order."""
 

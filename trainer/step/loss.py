@@ -7,8 +7,8 @@ four.
 
 Where `kernels.loss.exp_logits` serves, no logits are stored under differentiation. A token's exponentials are relative
 to its target's: their sum is the exponential of its loss. One factor a token, known once the sum
-is, makes probabilities of them; the token's rows of the later matmuls are multiplied by the factor instead. If float32
-can't hold a sum, everything is computed once more, from logits.
+is, makes probabilities of them, with the token's weight; the token's rows of the later matmuls are multiplied by the
+factor instead. If float32 can't hold a sum, everything is computed once more, from logits.
 
 On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,
 which have the same tokens and each a slice of the vocabulary, share the tokens out: the head is gathered once, its
@@ -42,16 +42,18 @@ _LEAST_Z_FACTOR = 0.5
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the tokens that the mask leaves in. Only `total` carries a gradient."""
+    """Sums over the targets whose weight isn't 0. Only `total` carries a gradient."""
 
     total: Float[Array, ""]
-    """nats + z, what training minimises (after division by a number of targets)."""
+    """nats + z. Training minimises the total of a step over its `weight_sum`."""
     nats: Float[Array, ""]
     """Negative log-likelihood of the targets, times their weights."""
     z: Float[Array, ""]
-    """z_loss × the squared log-partition (PaLM, arXiv:2204.02311)."""
+    """z_loss × the squared log-partition (PaLM, arXiv:2204.02311), times the weights' absolute values."""
+    weight_sum: Float[Array, ""]
+    """Sum of the weights' absolute values, which divides a mean. Weights of both signs may sum to nothing."""
     num_targets: Int[Array, ""]
-    """Tokens counted."""
+    """Targets counted, each once, whatever its weight."""
     num_recomputed: Int[Array, ""]
     """Devices whose exponentials didn't serve, so that the loss of their tokens was computed again, from logits."""
 
@@ -60,8 +62,7 @@ def chunked_cross_entropy(
     hidden: Float[Array, "B T D"],
     head_kernel: Float[Array, "D V"],
     targets: Int[Array, "B T"],
-    target_mask: Bool[Array, "B T"],
-    weights: Float[Array, "B T"] | None = None,
+    weights: Float[Array, "B T"],
     *,
     chunk_size: int,
     z_loss: float,
@@ -69,7 +70,7 @@ def chunked_cross_entropy(
     shared_over: str | None = None,
     exp_logits: ExpLogits | None = None,
 ) -> CrossEntropy:
-    """Masked cross-entropy and z-loss, summed over tokens.
+    """Weighted cross-entropy and z-loss, summed over tokens.
 
     Matmuls take `hidden`'s dtype and accumulate in float32; the softmax, the sums and the head's gradient
     are float32. With float64 activations all are float64.
@@ -78,9 +79,9 @@ def chunked_cross_entropy(
       hidden: final activations.
       head_kernel: the vocabulary's output vectors, usually float32.
       targets: the token ids to predict, in [0, V).
-      target_mask: False where there is nothing to predict (padding).
       weights: by which the losses of targets are multiplied, negative ones too; the z-loss by their absolute values, as
-        it is a penalty whatever is learned. None: 1.
+        it is a penalty whatever is learned. 0 where there is nothing to learn (padding): no such token's loss enters,
+        not even a NaN. They have no gradient.
       chunk_size: most tokens per device whose logits exist at one time.
       z_loss: weight of the squared log-partition.
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
@@ -93,13 +94,33 @@ def chunked_cross_entropy(
       The sums over these tokens.
 
     >>> loss = chunked_cross_entropy(jnp.zeros((1, 3, 8)), jnp.zeros((8, 4)), jnp.array([[0, 1, 2]]),
-    ...                              jnp.array([[True, True, False]]), chunk_size=2, z_loss=0.0)
-    >>> round(float(loss.nats), 4), int(loss.num_targets)  # 2 log 4
-    (2.7726, 2)
+    ...                              jnp.array([[1.0, 0.5, 0.0]]), chunk_size=2, z_loss=0.0)
+    >>> round(float(loss.nats), 4), float(loss.weight_sum), int(loss.num_targets)  # 1.5 log 4
+    (2.0794, 1.5, 2)
     """
     options = _Options(chunk_size, z_loss, logits_soft_cap, shared_over, exp_logits)
-    loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask, weights)
+    loss = _cross_entropy(options, hidden, head_kernel, targets, weights)
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
+
+
+def sum_weights(weights: Float[Array, "B T"], dtype: jnp.dtype) -> Float[Array, ""]:
+    """The sum of the weights' absolute values, as `CrossEntropy.weight_sum` has it.
+
+    Args:
+      weights: of targets.
+      dtype: that they are summed in: the loss's own, so that float64 losses have float64 means.
+    """
+    return jnp.abs(weights.astype(dtype)).sum()
+
+
+def divide_by_weights(total: Float[Array, ""], weight_sum: Float[Array, ""]) -> Float[Array, ""]:
+    """A mean over targets: a sum over them, divided by that of their weights; 0 where all weights are 0.
+
+    >>> zero = jnp.array(0.0)
+    >>> float(divide_by_weights(jnp.array(3.0), jnp.array(2.0))), float(divide_by_weights(zero, zero))
+    (1.5, 0.0)
+    """
+    return total / jnp.where(weight_sum > 0, weight_sum, 1)
 
 
 class TokenLosses(NamedTuple):
@@ -152,8 +173,8 @@ class _Options(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _cross_entropy(options: _Options, hidden, head_kernel, targets, target_mask, weights) -> CrossEntropy:
-    return _sweep(options, _Tokens(hidden, targets, target_mask, weights), head_kernel, with_gradients=False)[0]
+def _cross_entropy(options: _Options, hidden, head_kernel, targets, weights) -> CrossEntropy:
+    return _sweep(options, _Tokens(hidden, targets, weights), head_kernel, with_gradients=False)[0]
 
 
 def _forward(options: _Options, *arguments):
@@ -169,7 +190,7 @@ def _backward(options: _Options, gradients, cotangents: CrossEntropy):
         dtype = np.promote_types(gradient.dtype, cotangents.total.dtype)
         return (cotangents.total.astype(dtype) * gradient.astype(dtype)).astype(gradient.dtype)
 
-    return (*jax.tree.map(scaled, gradients), None, None, None)
+    return (*jax.tree.map(scaled, gradients), None, None)
 
 
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -218,9 +239,7 @@ class _Tokens(NamedTuple):
 
     hidden: Float[Array, "B T D"]
     targets: Int[Array, "B T"]
-    target_mask: Bool[Array, "B T"]
-    weights: Float[Array, "B T"] | None
-    """None: 1."""
+    weights: Float[Array, "B T"]
 
 
 def _sweep_tokens(tokens: _Tokens, head: Float[Array, "D V"], *, options: _Options, with_gradients: bool):
@@ -243,22 +262,22 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
     sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
 
     def sweep_chunk(d_head, chunk):
-        hidden, targets, target_mask, weights = chunk  # [C, D], [C], [C], [C]
+        hidden, targets, weights = chunk  # [C, D], [C], [C]
         logits = _capped_logits(hidden, head, cap, sum_dtype)
         highest, exp_sum = _highest_and_exp_sum(logits)
         log_partition = highest + jnp.log(exp_sum)  # [C]
         target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        sums = _sum_up(log_partition - target_logits, log_partition, target_mask, weights, options)
+        weights = weights.astype(sum_dtype)
+        sums = _sum_up(log_partition - target_logits, log_partition, weights, options)
         if not with_gradients:
             return d_head, (sums, None)
-        log_partition = log_partition[:, None]
-        probabilities = jnp.exp(logits - log_partition)
         is_target = targets[:, None] == jnp.arange(head.shape[1], dtype=targets.dtype)
-        z_factor = 1.0 + 2.0 * options.z_loss * _signed(log_partition, weights)
-        d_logits = _weighted(probabilities * z_factor - is_target.astype(sum_dtype), weights)
+        # The weight is a factor of terms of a token, [C], so that it costs nothing of [C, V].
+        scales, weights = (weights * _z_factor(log_partition, weights, options))[:, None], weights[:, None]
+        d_logits = scales * jnp.exp(logits - log_partition[:, None]) - jnp.where(is_target, weights, 0.0)
         if cap is not None:
             d_logits *= 1.0 - jnp.square(logits / cap)
-        d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
+        d_logits = jnp.where(weights != 0, d_logits, 0.0).astype(hidden.dtype)
         d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype).astype(hidden.dtype)
         if d_head is not None:
             d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)
@@ -282,13 +301,15 @@ def _sweep_by_exponentials(
         target_logits, target_slopes = cap * capped, 1.0 - jnp.square(capped)
 
     def sweep_chunk(d_head, chunk):
-        (hidden, targets, target_mask, weights), target_logits, target_slopes = chunk
+        (hidden, targets, weights), target_logits, target_slopes = chunk
+        weights = weights.astype(sum_dtype)
+        is_counted = weights != 0
         exponentials, exp_sum = exp_logits(hidden, head, target_logits, soft_cap=cap)
         nats = jnp.log(exp_sum)
         log_partition = target_logits + nats
         # The gradient is z_factor * exponential / exp_sum, and 1 less at the target, whose exponential is 1.
-        z_factor = 1.0 + 2.0 * options.z_loss * _signed(log_partition, weights)
-        factors = jnp.where(target_mask, _weighted(z_factor / exp_sum, weights), 0.0)[:, None]
+        z_factor = _z_factor(log_partition, weights, options)
+        factors = jnp.where(is_counted, weights * z_factor / exp_sum, 0.0)[:, None]
         at_targets = target_slopes * (1.0 - exp_sum / z_factor)
         terms = exponentials.at[jnp.arange(targets.size), targets].set(at_targets.astype(exponentials.dtype))
         d_hidden = (factors * jnp.dot(terms, head.T, preferred_element_type=sum_dtype)).astype(hidden.dtype)
@@ -296,9 +317,10 @@ def _sweep_by_exponentials(
             d_head += jnp.dot(
                 (factors * hidden.astype(sum_dtype)).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype
             )
-        # Of all tokens: infinite exponentials of one that the mask leaves out, times 0, aren't 0. A NaN isn't held.
-        is_held = (exp_sum < _HIGHEST_SUM) & (z_factor > _LEAST_Z_FACTOR)
-        sums = _sum_up(nats, log_partition, target_mask, weights, options)
+        # Of all tokens: infinite exponentials of one whose weight is 0, times 0, aren't 0. A NaN isn't held.
+        highest_sum = _HIGHEST_SUM * jnp.where(is_counted, jnp.minimum(jnp.abs(weights), 1.0), 1.0)
+        is_held = (exp_sum < highest_sum) & (z_factor > _LEAST_Z_FACTOR)
+        sums = _sum_up(nats, log_partition, weights, options)
         return d_head, (sums, d_hidden, is_held.all())
 
     chunks = _into_chunks((tokens, target_logits, target_slopes), options.chunk_size)
@@ -321,29 +343,23 @@ def _capped_logits(
 def _sum_up(
     nats: Float[Array, " C"],
     log_partition: Float[Array, " C"],
-    target_mask: Bool[Array, " C"],
-    weights: Float[Array, " C"] | None,
+    weights: Float[Array, " C"],
     options: _Options,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """A chunk's nats and z."""
-    squares = _weighted(jnp.square(log_partition), None if weights is None else jnp.abs(weights))
-    z = options.z_loss * jnp.where(target_mask, squares, 0.0).sum()
-    return jnp.where(target_mask, _weighted(nats, weights), 0.0).sum(), z
+    """A chunk's nats and z. A token without a weight may have infinite terms."""
+    z = options.z_loss * jnp.where(weights != 0, jnp.abs(weights) * jnp.square(log_partition), 0.0).sum()
+    return jnp.where(weights != 0, weights * nats, 0.0).sum(), z
 
 
-def _weighted(x: Float[Array, "C ..."], weights: Float[Array, " C"] | None) -> Float[Array, "C ..."]:
-    """The terms of each token times its weight."""
-    return x if weights is None else x * weights.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
-
-
-def _signed(x: Float[Array, " C"], weights: Float[Array, " C"] | None) -> Float[Array, " C"]:
-    """The terms of each token times its weight's sign: the weight times that is its absolute value times the terms."""
-    return x if weights is None else _weighted(x, jnp.sign(weights))
+def _z_factor(log_partition: Float[Array, " C"], weights: Float[Array, " C"], options: _Options) -> Float[Array, " C"]:
+    """By which z-loss multiplies the probabilities in a token's gradient, before the weight multiplies all of it."""
+    return 1.0 + 2.0 * options.z_loss * jnp.sign(weights) * log_partition
 
 
 def _join_sums(sums: tuple[Float[Array, " chunks"], Float[Array, " chunks"]], tokens: _Tokens) -> CrossEntropy:
     nats, z = (x.sum() for x in sums)
-    return CrossEntropy(nats + z, nats, z, tokens.target_mask.sum(dtype=jnp.int32), jnp.int32(0))
+    num_targets = (tokens.weights != 0).sum(dtype=jnp.int32)
+    return CrossEntropy(nats + z, nats, z, sum_weights(tokens.weights, nats.dtype), num_targets, jnp.int32(0))
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:

@@ -1,13 +1,12 @@
 """The training step and the evaluation step, as pure functions of the state and a batch.
 
 The model is split into its structure, in `StepContext`, and its parameters, a nested dict that travels with the
-optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. The
-step adds the width of a scheduled window, [batch, 1].
+optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, weights, segment_ids and positions,
+as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. A batch of trees also
+has q_end, by which attention stays within branches. The step adds k_start, by which it stays within a scheduled window.
 
-A batch of trees also has q_end, by which attention stays within branches, and weights, by which training multiplies the
-losses of targets. The loss is their sum over the number of targets whose weight isn't 0: weights of both signs may sum
-to nothing. An evaluation counts each of these targets once.
+The loss is the sum of the targets' losses times their weights over that of the weights' absolute values, in training
+and evaluation. Both sums are of all micro-batches and devices, so no partition of a batch changes the loss.
 
 `train_step` calls from top to bottom: `mean_loss_gradient`, in it `gradient_on_device` on each device, in it
 `training_loss`, in it `run_model` and `cross_entropy`; then `update`.
@@ -28,16 +27,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Bounds, window_bounds
+from kernels import Bounds
 from kernels.loss.exp_logits import ExpLogits
+from kernels.tracing.number_types import at_least_float32
 from layers import GPT
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
 from trainer.step.frozen import join_frozen, split_frozen
-from trainer.step.loss import CrossEntropy, TokenLosses, chunked_cross_entropy, token_losses
+from trainer.step.loss import (
+    CrossEntropy,
+    TokenLosses,
+    chunked_cross_entropy,
+    divide_by_weights,
+    sum_weights,
+    token_losses,
+)
 from trainer.step.parameter_gather import ParameterGather
-from trainer.step.router_loss import LossSums, add_router_losses, sum_load
+from trainer.step.router_loss import LossSums, StepSize, join_losses, sum_load
 from trainer.step.sharding import is_on_host
 from trainer.step.skipping import Skipping, judge, schedule_at
 
@@ -45,11 +52,11 @@ Batch = dict[str, Array]
 BATCH_DTYPES = {
     "tokens": jnp.int32,
     "targets": jnp.int32,
-    "target_mask": jnp.bool_,
+    "weights": jnp.float32,
     "segment_ids": jnp.int32,
     "positions": jnp.int32,
 }
-TREE_DTYPES = {"weights": jnp.float32, "q_end": jnp.int32}
+TREE_DTYPES = {"q_end": jnp.int32}
 """Of what a batch of trees has beside it."""
 
 
@@ -70,7 +77,7 @@ class StepMetrics(NamedTuple):
     """Scalars of one step, on the device until read."""
 
     loss: Float[Array, ""]
-    """Nats per target, without z-loss; times its weight, if targets have weights."""
+    """Nats per target, without z-loss; targets count by their weights. 0 where all weights are 0."""
     z_loss: Float[Array, ""]
     """z-loss per target, weighted."""
     grad_norm: Float[Array, ""]
@@ -78,7 +85,9 @@ class StepMetrics(NamedTuple):
     learning_rate: Float[Array, ""]
     """The learning rate of this update."""
     num_targets: Int[Array, ""]
-    """Tokens that the loss is averaged over."""
+    """Targets whose weight isn't 0, each once."""
+    num_tokens: Int[Array, ""]
+    """Tokens of documents, with those whose targets have weight 0, such as a prompt's; padding is none."""
     finite: Bool[Array, ""]
     """False: loss or gradient overflowed."""
     num_skipped: Int[Array, ""]
@@ -129,15 +138,14 @@ def train_step(context: StepContext, state: TrainState, batch: Batch) -> tuple[T
     return update(context, state, grads, sums)
 
 
-def eval_step(context: StepContext, params: Any, batch: Batch, step: Int[Array, ""]) -> tuple[Array, Array]:
-    """The sum of nats over all devices' targets, and the number of targets, after a step."""
+def eval_step(context: StepContext, params: Any, batch: Batch, step: Int[Array, ""]) -> CrossEntropy:
+    """Sums over all devices' targets, after a step."""
     mapped = context.gather.map_devices(
         functools.partial(evaluate_on_device, context),
         in_specs=(context.specs_of_params, context.batch_sharding.spec),
         out_specs=P(),
     )
-    sums = mapped(params, with_window(context, batch, step))
-    return sums.nats, sums.num_targets
+    return mapped(params, with_window(context, batch, step))
 
 
 def evaluate_on_device(context: StepContext, params: Any, batch: Batch) -> CrossEntropy:
@@ -185,12 +193,12 @@ def mean_loss_gradient(context: StepContext, params: Any, batch: Batch) -> tuple
 
 def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple[Any, LossSums]:
     """The gradient of the mean over all devices' and micro-batches' targets, and their sums."""
-    gather = context.gather
-    num_targets = jnp.maximum(gather.sum(batch["target_mask"].sum(dtype=jnp.int32)), 1)
+    gather, dtype = context.gather, at_least_float32(jnp.dtype(context.config.model.compute_dtype))
+    whole_size = gather.sum(StepSize(sum_weights(batch["weights"], dtype), count_tokens(batch)))
 
     def share_of_loss(trained, frozen, micro_batch, gather_layer=None):
-        sums = training_loss(context, join_frozen(trained, frozen), micro_batch, gather_layer)
-        return sums.total / num_targets, sums
+        sums = training_loss(context, join_frozen(trained, frozen), micro_batch, whole_size, gather_layer)
+        return sums.mean, sums
 
     if context.config.gradient_accumulation == 1:
         trained, frozen = context.split(params)
@@ -212,29 +220,43 @@ def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple
     micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, context.config.gradient_accumulation), batch)
     # In the parameters' dtype, whatever the layers' matrices are used in.
     no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole_trained, context.split(params)[0])
-    shapes = jax.eval_shape(functools.partial(training_loss, context), whole, batch)
+    shapes = jax.eval_shape(functools.partial(training_loss, context), whole, batch, whole_size)
     no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (grads, sums), _ = lax.scan(accumulate, (no_grads, no_sums), micro_batches)
     return gather.reduce(grads), gather.sum(sums)
 
 
 def with_window(context: StepContext, batch: Batch, step: Int[Array, ""]) -> Batch:
-    """The batch, with the width that the scheduled window has at a step, if there is one."""
+    """The batch, with the first key of each query's scheduled window at a step, if there is such a window."""
     window = context.config.model.scheduled_window
     if window is None:
         return batch
-    # One for each sequence, so that it goes to devices and micro-batches as the tokens do.
-    return batch | {"window": jnp.full((len(batch["tokens"]), 1), window.width(step))}
+    batch_size, length = batch["tokens"].shape
+    # An index in the sequence, whichever device has the token. It goes to devices and micro-batches as the tokens do.
+    index = batch.get("token_order", jnp.arange(length, dtype=jnp.int32))
+    return batch | {"k_start": jnp.broadcast_to(index - (window.width(step) - 1), (batch_size, length))}
 
 
-def training_loss(context: StepContext, params: Any, batch: Batch, gather_layer: GatherLayer | None = None) -> LossSums:
-    """Sums over this device's tokens, with the routers' losses."""
+def training_loss(
+    context: StepContext, params: Any, batch: Batch, whole: StepSize, gather_layer: GatherLayer | None = None
+) -> LossSums:
+    """The losses of this device's tokens, the routers' among them, of a step of a given size."""
     model, hidden, router = run_model(context, params, batch, gather_layer)
-    load = None
+    num_tokens, load = count_tokens(batch), None
     if router is not None:
-        hidden, load = sum_load(hidden, router, batch["target_mask"], context.gather.sum)
-    loss = cross_entropy(context, model, hidden, batch, batch.get("weights"))
-    return add_router_losses(loss, router, load, context.config.model.moe)
+        hidden, load = sum_load(hidden, router, num_tokens, context.gather.sum)
+    loss = cross_entropy(context, model, hidden, batch)
+    return join_losses(loss, num_tokens, whole, router, load, context.config.model.moe)
+
+
+def count_tokens(batch: Batch) -> Int[Array, ""]:
+    """Tokens of documents; padding is none."""
+    return are_tokens(batch).sum(dtype=jnp.int32)
+
+
+def are_tokens(batch: Batch) -> Bool[Array, "B T"]:
+    """True for tokens of documents, False for padding."""
+    return batch["segment_ids"] > 0
 
 
 def run_model(
@@ -249,27 +271,24 @@ def run_model(
         batch["positions"] if apart else None,
         batch.get("token_order"),
         bounds=bounds_of(context, batch),
-        counted=batch["target_mask"],
+        counted=are_tokens(batch),
         gather_layer=gather_layer,
     )
     return model, hidden, router
 
 
 def bounds_of(context: StepContext, batch: Batch) -> Bounds | list[Bounds | None] | None:
-    """The bounds that keep trees' branches apart, or those that narrow scheduled windows to the batch's width."""
-    if "q_end" in batch:
-        return Bounds(q_end=batch["q_end"])
-    if "window" not in batch:
+    """The bounds that a batch has: for all layers, or for those whose mask has the scheduled window."""
+    bounds, model = Bounds(**{name: batch[name] for name in Bounds._fields if name in batch}), context.config.model
+    if not bounds.given:
         return None
-    model = context.config.model
-    bounds = window_bounds(batch["window"][:, 0] - 1, batch["tokens"].shape[1])
+    if model.scheduled_window is None:
+        return bounds
     masks = (model.layer(index).mask for index in range(model.pattern_length))
     return [None if mask.scheduled_window is None else bounds for mask in masks]
 
 
-def cross_entropy(
-    context: StepContext, model: GPT, hidden: Array, batch: Batch, weights: Float[Array, "B T"] | None = None
-) -> CrossEntropy:
+def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch) -> CrossEntropy:
     """Sums over this device's tokens."""
     config = context.config
     with jax.named_scope("loss"):
@@ -277,8 +296,7 @@ def cross_entropy(
             hidden,
             model.head_kernel,
             batch["targets"],
-            batch["target_mask"],
-            weights,
+            batch["weights"],
             chunk_size=config.loss.chunk_size,
             z_loss=config.loss.z_loss,
             logits_soft_cap=config.model.final_logits_soft_cap,
@@ -289,12 +307,12 @@ def cross_entropy(
 
 def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) -> tuple[TrainState, StepMetrics]:
     """The state after an update by a gradient, or after a skipped one, and the metrics of the step."""
-    num_targets = jnp.maximum(sums.num_targets, 1)
     trained, frozen = context.split(state.params)
     state, shardings = state._replace(params=trained), context.shardings
     shardings = shardings._replace(params=context.split(shardings.params)[0])
-    loss, z_loss = sums.nats / num_targets, sums.z / num_targets
-    load_balance, router_z = jax.tree.map(lambda total: total / num_targets, (sums.load_balance, sums.router_z))
+    loss, z_loss = (divide_by_weights(total, sums.weight_sum) for total in (sums.nats, sums.z))
+    num_tokens = jnp.maximum(sums.num_tokens, 1)
+    load_balance, router_z = jax.tree.map(lambda total: total / num_tokens, (sums.load_balance, sums.router_z))
     with jax.named_scope("optimizer"):
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
@@ -324,6 +342,7 @@ def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) 
         grad_norm,
         learning_rate,
         sums.num_targets,
+        sums.num_tokens,
         finite,
         skipping.num_skipped,
         skipping.num_in_a_row,

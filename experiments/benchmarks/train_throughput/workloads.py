@@ -52,7 +52,7 @@ class Workload:
         return {
             "tokens": tokens[:, :-1],
             "targets": tokens[:, 1:],
-            "target_mask": np.ones((1, self.sequence_length), bool),
+            "weights": np.ones((1, self.sequence_length), np.float32),
             "segment_ids": segment_ids[None],
             "positions": positions[None],
         }

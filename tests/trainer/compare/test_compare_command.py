@@ -126,7 +126,7 @@ def places(steps: list[dict]) -> dict[str, list[float]]:
     for index, entry in enumerate(steps):
         closing = next(each for each in steps[index:] if each.get("step_s") is not None)
         before = [found[axis][-1] if found[axis] else 0.0 for axis in AXES]
-        for axis, was, more in zip(AXES, before, (1, entry["num_targets"], closing["step_s"]), strict=True):
+        for axis, was, more in zip(AXES, before, (1, entry["num_tokens"], closing["step_s"]), strict=True):
             found[axis].append(was + more)
     return found
 

@@ -66,7 +66,7 @@ def test_a_recompile_is_recorded_with_when_and_how_long_and_why(uneven):
     assert recompile["memory"]["arguments"] > record["compile"]["train_step"]["memory"]["arguments"]
     assert recompile["changes"] == [
         {"argument": f"batch['{name}']", "what": "shape", "before": "(2, 256)", "after": "(4, 256)"}
-        for name in ("positions", "segment_ids", "target_mask", "targets", "tokens")
+        for name in ("positions", "segment_ids", "targets", "tokens", "weights")
     ]
 
 

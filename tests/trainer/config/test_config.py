@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kernels
-from kernels import CausalMask, LocalMask, MultiHeadMask, ScheduledWindow
+from kernels import CausalMask, LocalMask, MultiHeadMask
 from layers import GPTConfig, LayerOverride, LoRAConfig, MoEConfig, RopeScaling
 from layers.lora import adapted_shapes
 from trainer.config import (
@@ -123,13 +123,6 @@ def test_the_edges_of_what_is_allowed():
         (
             {"model": dataclasses.replace(MODEL, masks=(CausalMask(), PER_HEAD)), "mesh": MeshConfig(tensor=2)},
             r"MultiHeadMask, whose heads mesh\.tensor=2 would split.*set mesh\.tensor to 1, or use one mask",
-        ),
-        (
-            {
-                "model": dataclasses.replace(MODEL, masks=(CausalMask(), ScheduledWindow(2, 8, 10))),
-                "mesh": MeshConfig(context=2),
-            },
-            r"ScheduledWindow\(start=2.*and mesh\.context=2 splits sequences; set mesh\.context to 1, or use LocalMask",
         ),
     ],
 )

@@ -28,25 +28,25 @@ def _rows(batches) -> list[bytes]:
 def test_batches_have_the_promised_arrays(make_iterator):
     batch = next(make_iterator()).arrays
     names = ("tokens", "targets", "segment_ids", "positions")
-    expected = dict.fromkeys(names, ((4, T), np.int32)) | {"target_mask": ((4, T), np.bool_)}
+    expected = dict.fromkeys(names, ((4, T), np.int32)) | {"weights": ((4, T), np.float32)}
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == expected
 
 
 def test_each_epoch_visits_every_sequence_once_in_an_order_of_its_own(make_iterator, corpus):
     sequences = PackedSequences(corpus.train, T)
     iterator = make_iterator(batch_size=1)
-    assert (iterator.num_sequences, iterator.padding_fraction) == (len(sequences), sequences.padding_fraction)
+    assert iterator.padding_fraction == sequences.padding_fraction
     epochs = [_rows(_take(iterator, len(sequences))) for _ in range(3)]
     every = sorted(_rows([{name: array[None] for name, array in sequences[i].items()} for i in range(len(sequences))]))
     assert all(sorted(epoch) == every for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_seed_alone_sets_the_order(make_iterator):
-    count = 40
+def test_the_seed_alone_sets_the_order(make_iterator, corpus):
+    count, num_sequences = 40, len(PackedSequences(corpus.train, T))
     assert _rows(_take(make_iterator(), count)) == _rows(_take(make_iterator(num_prefetch_batches=1), count))
     neighbours = [make_iterator(seed=seed, batch_size=1) for seed in (0, 1)]
-    epochs = [tuple(_rows(_take(each, each.num_sequences))) for each in neighbours for _ in range(3)]
+    epochs = [tuple(_rows(_take(each, num_sequences))) for each in neighbours for _ in range(3)]
     assert len(set(epochs)) == 6
 
 
@@ -76,7 +76,7 @@ def test_restoring_far_into_the_stream_replays_nothing(make_iterator, monkeypatc
     monkeypatch.setattr(PackedSequences, "__getitem__", lambda self, index: built.append(index) or build(self, index))
     iterator = make_iterator()
     state = iterator.get_state()
-    state["position"] = 10**9
+    state["epoch"] = 10**9
     iterator.set_state(state)
     next(iterator)
     iterator.close()
@@ -112,21 +112,6 @@ def test_batches_of_another_size_go_on_with_the_next_sequence(make_iterator, rng
         assert _rows(_take(share, 1)) == [rows[position + row] for row in some]
 
 
-def test_sequences_of_another_length_begin_an_epoch(make_iterator):
-    original = make_iterator()
-    _take(original, original.num_sequences // 4 + 1)  # just into the second epoch
-    changed = make_iterator(sequence_length=32, batch_size=1)
-    [note] = changed.set_state(original.get_state())
-    seen = 4 * (original.num_sequences // 4 + 1) / original.num_sequences
-    assert f"(sequence_length changed): the run has seen about {seen:.2f} epochs of those before and begins" in note
-    epoch = 3 if seen > 1 else 2
-    assert f"begins epoch {epoch} with the new ones" in note
-    assert note.endswith("comes again; data.sources, of one source too, would go on with the documents that are left")
-    fresh = make_iterator(sequence_length=32, batch_size=1)
-    epochs = [_rows(_take(fresh, fresh.num_sequences)) for _ in range(epoch)]
-    assert _rows(_take(changed, changed.num_sequences)) == epochs[-1], "every new sequence comes once"
-
-
 def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corpus):
     state = make_iterator().get_state()
     grown = dataclasses.replace(corpus, fingerprint="e" * 64)
@@ -135,8 +120,7 @@ def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corp
     iterator = make_iterator(grown)
     notes = iterator.set_state(state, allow_changed=True)
     assert len(notes) == 2
-    assert "(corpus changed): the run has seen about 0.00 epochs" in notes[0]
-    assert "data.sources" not in notes[0], "no mixture would know its place in other documents"
+    assert "(corpus changed): an epoch begins with them" in notes[0]
     assert "the validation documents may be other ones" in notes[1]
     again = make_iterator(grown)
     assert again.set_state(iterator.get_state()) == [], "the new documents are the run's own from then on"
@@ -166,7 +150,8 @@ def test_another_tokenizers_documents_are_refused_whatever_is_allowed(make_itera
 @pytest.mark.parametrize(
     "change",
     [{"position": value} for value in (-1, 2**63, 10**30, 1.5, True, None, "7", [], {}, float("nan"))]
-    + [{"num_sequences": value} for value in (0, -3, 10**30, None, "1")]
+    + [{"epoch": value} for value in (-1, 10**30, 0.5, True, None, "1")]
+    + [{"read": value} for value in (None, 3, [3], [[T]], [[T, 0]], [[T, 10**6]], [[32, 10**6]], [[0, 1]], [["64", 1]])]
     + [{"stream": value} for value in (None, [], "x", 3)],
 )
 def test_a_state_that_is_none_is_told(make_iterator, change):
@@ -239,8 +224,8 @@ def test_one_small_document_fills_batches_over_several_epochs(
     whole = [stream[start : start + T] for start in range(0, len(stream), T)]
 
     def targets(batch):
-        pairs = zip(batch["targets"], batch["target_mask"], strict=True)
-        return [row[mask].tolist() for row, mask in pairs]
+        pairs = zip(batch["targets"], batch["weights"], strict=True)
+        return [row[weights != 0].tolist() for row, weights in pairs]
 
     told, num_batches = [], 6
     original = make_iterator(small, batch_size=batch_size, on_progress=told.append)
@@ -279,7 +264,7 @@ def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch
     batches = make()
     assert _rows(batches) == _rows(make())
     assert {batch["tokens"].shape for batch in batches} == {(batch_size, T)}
-    rows = np.concatenate([batch["target_mask"] for batch in batches])
+    rows = np.concatenate([batch["weights"] for batch in batches])
     assert len(rows) == -(-8 // batch_size) * batch_size
     assert rows[:8].any(axis=1).all()
     assert not rows[8:].any()
@@ -297,7 +282,7 @@ def test_validation_can_use_every_sequence_and_no_more(corpus):
         return [share.arrays for share in chosen.batches(1)]
 
     batches = make(num_sequences)
-    assert sum(int(batch["target_mask"].sum()) for batch in batches) == corpus.validation.num_tokens
+    assert sum(int(batch["weights"].sum()) for batch in batches) == corpus.validation.num_tokens
     told = []
     assert _rows(make(num_sequences + 1, on_progress=told.append)) == _rows(batches)
     [line] = told
@@ -313,6 +298,6 @@ def test_bytes_of_the_targets_are_counted_whatever_stands_around_documents(rng, 
     documents.table["num_bytes"] = documents.table["length"] if is_known else -1
     validation = ValidationSet(PackedSequences(documents, T), tuple(range(len(PackedSequences(documents, T)))))
     batches = validation.batches(4)
-    targets = np.concatenate([batch.arrays["targets"][batch.arrays["target_mask"]] for batch in batches])
+    targets = np.concatenate([batch.arrays["targets"][batch.arrays["weights"] != 0] for batch in batches])
     assert len(targets) == documents.num_tokens
     assert validation.count_bytes(ByteTokenizer()) == (targets < 256).sum()

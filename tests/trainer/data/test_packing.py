@@ -45,11 +45,11 @@ def test_every_target_is_predicted_exactly_once(lengths, sequence_length, seed):
     for row in (sequences[i] for i in range(len(sequences))):
         for name, array in row.items():
             assert array.shape == (sequence_length,), name
-            assert array.dtype == (bool if name == "target_mask" else np.int32), name
-        # Padding comes last, and mask, segment ids and content tell the same story about it.
-        num_targets = int(row["target_mask"].sum())
+            assert array.dtype == (np.float32 if name == "weights" else np.int32), name
+        # Padding comes last, and weights, segment ids and content tell the same story about it.
+        num_targets = int(row["weights"].sum())
         assert num_targets > 0
-        assert row["target_mask"][:num_targets].all()
+        assert (row["weights"][:num_targets] == 1).all()
         assert (row["segment_ids"][:num_targets] > 0).all()
         assert all((array[num_targets:] == 0).all() for array in row.values())
         assert set(np.diff(row["segment_ids"][:num_targets])) <= {0, -1}
@@ -98,8 +98,8 @@ def test_padding_is_under_one_percent_of_many_documents(rng, make_documents):
     lengths = np.clip(rng.lognormal(5, 1, 3000), 1, 2000).astype(int)
     sequences = PackedSequences(make_documents([np.zeros(n) for n in lengths]), sequence_length=1024)
     assert 0 <= sequences.padding_fraction < 0.01
-    masks = sum(int(sequences[i]["target_mask"].sum()) for i in range(len(sequences)))
-    assert sequences.padding_fraction == pytest.approx(1 - masks / (1024 * len(sequences)))
+    num_targets = sum(int(sequences[i]["weights"].sum()) for i in range(len(sequences)))
+    assert sequences.padding_fraction == pytest.approx(1 - num_targets / (1024 * len(sequences)))
 
 
 def test_a_million_documents_are_packed_in_seconds(rng):
@@ -129,7 +129,7 @@ def test_documents_stand_between_their_delimiters(rng, begin, end):
     sequences = PackedSequences(documents, 16)
     packed = Counter()
     for sequence in (sequences[index] for index in range(len(sequences))):
-        mask = sequence["target_mask"]
+        mask = sequence["weights"] == 1
         packed.update(zip(sequence["tokens"][mask].tolist(), sequence["targets"][mask].tolist(), strict=True))
     assert packed == pairs
     counts = np.bincount([target for stream in streams for target in stream[1:]])

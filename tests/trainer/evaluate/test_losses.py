@@ -58,31 +58,37 @@ def test_the_parts_are_the_documents_tokens(documents):
     assert len(drawn) == 5
 
 
-def test_bins_hold_the_means_of_single_tokens(documents):
+def test_bins_hold_the_means_of_single_tokens_by_their_weights(documents, rng):
+    weights = [rng.choice([1, 1, 0, 2.5, -0.5], length).astype(np.float32) for length in NUM_TARGETS]
+
+    def weigh(document, start, target):
+        weight = float(weights[document][target])
+        return loss_of(document, start, target) * weight, abs(weight)
+
     lengths = (32, 64, 256)
     plan = ChosenDocuments.choose(documents, lengths, num_documents=3, seed=2)
     expected = defaultdict(list)
     for document in (part.document for part in plan.long):
         for target in range(256):
             high = max(16, 2 ** math.floor(math.log2(target) + 1)) if target else 16
-            expected["loss_by_position", high].append(loss_of(document, 0, target))
+            expected["loss_by_position", high].append(weigh(document, 0, target))
         end = NUM_TARGETS[document]
         for length in lengths:
             for target in range(end - 16, end):  # half of the shortest context
-                expected["loss_of_last_tokens", length].append(loss_of(document, end - length, target))
+                expected["loss_of_last_tokens", length].append(weigh(document, end - length, target))
     for part in (*plan.long, *plan.others):
         for target in range(part.stop):
             bucket = 2 ** math.ceil(math.log2(part.stop))
-            expected["loss_by_document_length", bucket].append(loss_of(part.document, 0, target))
+            expected["loss_by_document_length", bucket].append(weigh(part.document, 0, target))
             if target < 32:
-                expected["short_context_loss", 32].append(loss_of(part.document, 0, target))
-    lines = plan.bin(losses_of(plan), shortest=32)
+                expected["short_context_loss", 32].append(weigh(part.document, 0, target))
+    lines = plan.bin(losses_of(plan), [weights[part.document][part.start : part.stop] for part in plan.parts], 32)
     assert {(line.kind, line.length) for line in lines} == set(expected)
     assert len(lines) == len(expected)
     for line in lines:
-        of_bin = expected[line.kind, line.length]
-        assert line.num_tokens == len(of_bin)
-        assert line.loss == pytest.approx(np.mean(of_bin), abs=1e-6)
+        of_bin = np.array(expected[line.kind, line.length])
+        assert line.num_tokens == (of_bin[:, 1] > 0).sum()
+        assert line.loss == pytest.approx(of_bin[:, 0].sum() / of_bin[:, 1].sum(), abs=1e-6)
         assert (line.task, line.depth, line.accuracy) == (None, None, None)
 
 
@@ -92,8 +98,11 @@ def test_lengths_that_no_document_fills_are_left_out(documents):
     assert {part.stop for part in plan.long} == {512}
     plan = ChosenDocuments.choose(documents, (2048, 4096), num_documents=2, seed=0)
     assert (plan.lengths, plan.long, plan.contexts) == ((), (), ())
-    kinds = {line.kind for line in plan.bin(losses_of(plan), shortest=2048)}
-    assert kinds == {"loss_by_document_length", "short_context_loss"}
+    lines = plan.bin(losses_of(plan), plan.weights(documents), shortest=2048)
+    assert {line.kind for line in lines} == {"loss_by_document_length", "short_context_loss"}
+    assert all(math.isfinite(line.loss) for line in lines)
+    unweighted = [np.zeros(part.stop - part.start, np.float32) for part in plan.parts]
+    assert {(line.loss, line.num_tokens) for line in plan.bin(losses_of(plan), unweighted, 2048)} == {(None, 0)}
 
 
 def test_lines_are_read_back_and_what_is_none_is_left_out(tmp_path):

@@ -32,7 +32,7 @@ class EndlessBatches:
 
 def make_metrics(*, loss=1.0, num_skipped=0, num_in_a_row=0) -> StepMetrics:
     """Of a step: a good one, or one that was skipped as its loss isn't finite."""
-    return StepMetrics(*map(jnp.asarray, (loss, 0.0, 1.0, 1.0, 512, np.isfinite(loss), num_skipped, num_in_a_row)))
+    return StepMetrics(*map(jnp.asarray, (loss, 0.0, 1.0, 1.0, 512, 512, np.isfinite(loss), num_skipped, num_in_a_row)))
 
 
 def skip_updates(loop: TrainingLoop, steps: Sequence[int]) -> None:

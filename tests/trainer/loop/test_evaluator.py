@@ -1,4 +1,4 @@
-"""Evaluation weights each target alike, and a loss counts as measured only where it was measured in the same way."""
+"""Evaluation counts targets by their weights, and a loss counts as measured only where it was measured the same way."""
 
 import dataclasses
 import math
@@ -15,12 +15,15 @@ from trainer.config import DataConfig, EvaluationConfig, LossConfig, MeshConfig,
 from trainer.data import load_corpus, make_batches
 from trainer.loop.evaluator import Evaluator, describe_validation, evaluate
 from trainer.observers.observer import Evaluated
+from trainer.step.loss import CrossEntropy
 
 T = 64
 
 
 def eval_step(scale, batch):
-    return scale * jnp.sum(batch["nats"]), jnp.asarray(len(batch["nats"]), jnp.int32)
+    nats, weights = scale * batch["nats"], batch.get("weights", jnp.ones_like(batch["nats"]))
+    total, num_targets = (nats * weights).sum(), (weights != 0).sum()
+    return CrossEntropy(total, total, jnp.zeros(()), jnp.abs(weights).sum(), num_targets, jnp.zeros(()))
 
 
 BATCHES = [{"nats": jnp.array([1.0, 2.0, 3.0])}, {"nats": jnp.array([10.0])}]
@@ -160,7 +163,7 @@ def test_bits_per_byte_are_of_the_evaluated_tokens_own_bytes(base, tmp_path, tok
     corpus = load_corpus(data, vocab_size=512)
     train, batches, validation = make_batches(config, corpus, "contiguous", lambda line: None)
     train.close()
-    targets = [i for batch in batches for i in batch.arrays["targets"][batch.arrays["target_mask"]].tolist()]
+    targets = [i for batch in batches for i in batch.arrays["targets"][batch.arrays["weights"] != 0].tolist()]
     expected = sum(i < 256 for i in targets) if tokenizer == "byte" else num_bytes_of_tokens(corpus.tokenizer, targets)
     assert describe_validation(config, validation, corpus.tokenizer)[0] == expected
 
@@ -198,10 +201,13 @@ def test_losses_that_an_earlier_version_logged_are_measured_anew_without_a_word(
     assert evaluator.evaluations == {}
 
 
-def test_each_source_has_the_mean_of_its_own_targets():
-    sums = iter([(6.0, 2), (1.0, 1), (9.0, 3), (0.0, 0)])
-    result = evaluate(lambda params, batch: next(sums), None, [{}] * 4, None, sources=("a", "a", "b", "none"))
-    assert result.nats_per_token == pytest.approx(16 / 6)
-    assert result.nats_per_token_by_source == pytest.approx({"a": 7 / 3, "b": 3.0})
+def test_targets_of_the_whole_and_of_each_source_count_by_their_weights():
+    nats = [[1.0, 2.0, 3.0], [4.0], [10.0], [5.0]]
+    weights = [[0.5, 0.0, -1.0], [0.5], [2.0], [0.0]]
+    batches = [{"nats": jnp.array(x), "weights": jnp.array(w)} for x, w in zip(nats, weights, strict=True)]
+    result = evaluate(eval_step, 1.0, batches, None, sources=("a", "a", "b", "none"))
+    assert result.nats_per_token == pytest.approx((0.5 - 3 + 2 + 20) / 4)
+    assert result.nats_per_token_by_source == pytest.approx({"a": -0.5 / 2, "b": 10.0})
+    assert result.num_targets == 4
     entry = Evaluated.now(5, result, "d").entry
-    assert entry["validation_nats_per_token/b"] == 3.0
+    assert entry["validation_nats_per_token/b"] == 10.0

@@ -66,7 +66,7 @@ def first_loss(config: TrainConfig, params) -> float:
     model = nnx.merge(graphdef, state)
     logits = model.logits(model(batch["tokens"], batch["segment_ids"], batch["positions"]))
     nats = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
-    return float(nats[batch["target_mask"]].mean())
+    return float(nats[batch["weights"] != 0].mean())
 
 
 def saved_params(path: Path):

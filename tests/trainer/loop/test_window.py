@@ -31,14 +31,14 @@ def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak,
     setup.batches = EndlessBatches()
     ids = np.sort(rng.integers(0, 5, (2, 3, T)), axis=-1)  # 0: padding
     num_tokens = [int((of_batch > 0).sum()) for of_batch in ids]
-    metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 0, True, 0, 0)))
+    metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 0, 0, True, 0, 0)))
     values = {"load_balance_loss": 2.5, "router_z_loss": 0.25, "num_losses_recomputed": 3}
     of_some_runs = {name: jnp.asarray(value) for name, value in values.items()}
     window = RunningWindow(setup, TimeAccount(time.perf_counter()), first_step=1)
     for number, of_batch in enumerate(ids):
         lengths = tuple(np.unique(row[row > 0], return_counts=True)[1] for row in of_batch)
         share = BatchShare({"segment_ids": of_batch[list(rows)]}, rows, lengths)
-        told = metrics._replace(num_targets=jnp.asarray(num_tokens[number]))
+        told = metrics._replace(num_tokens=jnp.asarray(num_tokens[number]))
         window.add(share, told._replace(**of_some_runs) if number else told)
     window.wait(metrics)
     times = StepTimes()

@@ -20,6 +20,7 @@ TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "num_targets": "train/num_targets",
+    "num_tokens": "train/num_tokens",
     "step_s": "speed/step_s",
     "validation_nats_per_token": "validation/nats_per_token",
 }
@@ -44,7 +45,8 @@ def make_entries(rng: np.random.Generator):
         entries = []
         for step in range(first, last + 1):
             loss, norm, speed, validation = rng.uniform(0, 9, 4).tolist()
-            entries.append({"step": step, "loss": loss, "grad_norm": norm, "num_targets": int(rng.integers(1, 10**6))})
+            counts = {name: int(rng.integers(1, 10**6)) for name in ("num_targets", "num_tokens")}
+            entries.append({"step": step, "loss": loss, "grad_norm": norm, **counts})
             if step % 4 == 0:
                 entries[-1]["step_s"] = speed
                 entries.append({"step": step, "validation_nats_per_token": validation})

@@ -6,7 +6,7 @@ import numpy as np
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import ContextConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.data import BatchShare
+from trainer.data import BatchShare, SequenceSharder
 from trainer.step.functions import make_step_functions
 from trainer.step.global_batch import indices_of_process, make_global_batch
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
@@ -20,23 +20,31 @@ MODEL = GPTConfig(**SIZES, **PLAIN, mlp_width=48, compute_dtype="float32")
 ADAMW = OptimizerConfig(num_warmup_steps=1, epsilon=1e-5)
 
 
-def make_batch(rng):
-    segment_ids = np.sort(rng.integers(1, 4, (BATCH_SIZE, LENGTH)), axis=1).astype(np.int32)
-    for row, num_tokens in enumerate(rng.integers(3, LENGTH + 1, BATCH_SIZE)):
+def make_batch(rng, length=LENGTH):
+    shape = BATCH_SIZE, length
+    segment_ids = np.sort(rng.integers(1, 4, shape), axis=1).astype(np.int32)
+    for row, num_tokens in enumerate(rng.integers(3, length + 1, BATCH_SIZE)):
         segment_ids[row, num_tokens:] = 0
     return {
-        "tokens": rng.integers(0, VOCAB_SIZE, (BATCH_SIZE, LENGTH)).astype(np.int32),
-        "targets": rng.integers(0, VOCAB_SIZE, (BATCH_SIZE, LENGTH)).astype(np.int32),
-        "target_mask": segment_ids != 0,
+        "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
+        "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
+        "weights": (segment_ids != 0).astype(np.float32),
         "segment_ids": segment_ids,
-        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH_SIZE, 1)),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (BATCH_SIZE, 1)),
     }
+
+
+def in_order_of_ranks(batch, config, sequence_sharding):
+    """A batch as the data pipeline hands it to a run."""
+    shard = SequenceSharder.of(config, sequence_sharding)
+    sequences = [shard({name: array[row] for name, array in batch.items()}) for row in range(config.batch_size)]
+    return {name: np.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
 
 
 def put(batch, mesh):
     """A batch on the devices, as a run puts it there."""
-    sharding = batch_sharding(mesh)
-    share = BatchShare(batch, indices_of_process(sharding, BATCH_SIZE, LENGTH), (np.zeros(0, np.int64),) * BATCH_SIZE)
+    sharding, shape = batch_sharding(mesh), batch["tokens"].shape
+    share = BatchShare(batch, indices_of_process(sharding, *shape), (np.zeros(0, np.int64),) * shape[0])
     return make_global_batch(share, sharding)
 
 
@@ -63,7 +71,7 @@ def draw_params(rng, model):
 
 def gradients_on(mesh_config, gradient_accumulation, model, params, batch):
     """Gradients of all parameters by their paths, and the sums of the loss."""
-    config = make_config(mesh_config, gradient_accumulation, model)
+    config = make_config(mesh_config, gradient_accumulation, model, batch_size=len(batch["tokens"]))
     functions = make_step_functions(config, make_mesh(mesh_config))
     params = jax.device_put(params, functions.state_shardings.params)
     gradients, sums = functions.gradients(params, put(batch, functions.mesh))

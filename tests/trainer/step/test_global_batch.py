@@ -90,7 +90,7 @@ def test_one_process_puts_a_whole_batch_on_its_devices(rng):
     sharding = batch_sharding(make_mesh(MeshConfig()))
     arrays = {
         "tokens": rng.integers(0, 1000, (6, 16)).astype(np.int32),
-        "target_mask": rng.integers(0, 2, (6, 16)).astype(bool),
+        "weights": rng.standard_normal((6, 16)).astype(np.float32),
     }
     rows = indices_of_process(sharding, 6, 16)
     assert rows == tuple(range(6))

@@ -28,16 +28,20 @@ def config():
 def test_gradient_and_metrics_match_whole_logits(rng, config):
     functions = make_step_functions(config, make_mesh(MeshConfig()))
     abstract, batch = functions.abstract_state, make_batch(rng)
+    drawn = rng.normal(0, 1, batch["weights"].shape) * rng.integers(0, 2, batch["weights"].shape)
+    batch["weights"] = jnp.asarray(drawn * batch["weights"], jnp.float32)
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.3, leaf.shape)), abstract.params)
-    num_targets = int(batch["target_mask"].sum())
+    num_tokens = int((batch["segment_ids"] > 0).sum())
+    weight_sum = np.abs(np.asarray(batch["weights"], np.float64)).sum()
 
     def mean_losses(params):
-        """Nats with z-loss, load-balance loss and router z-loss, each over the number of targets."""
+        """Nats with z-loss over the weights, and load-balance loss and router z-loss over the tokens of documents."""
         losses = np.zeros(3)
         for first_row in range(2):
-            tokens, targets, mask, segment_ids, positions = (
-                batch[name][first_row::2] for name in ("tokens", "targets", "target_mask", "segment_ids", "positions")
+            tokens, targets, weights, segment_ids, positions = (
+                batch[name][first_row::2] for name in ("tokens", "targets", "weights", "segment_ids", "positions")
             )
+            mask = segment_ids > 0
             model = nnx.merge(functions.graphdef, params)
             hidden, router = model.with_router_sums(tokens, segment_ids, positions, counted=mask)
             logits = model.logits(hidden)
@@ -46,12 +50,12 @@ def test_gradient_and_metrics_match_whole_logits(rng, config):
             load = router.choices / mask.sum()
             losses += jnp.stack(
                 [
-                    jnp.where(mask, nats + config.loss.z_loss * log_partition**2, 0).sum(),
+                    (weights * nats + jnp.abs(weights) * (config.loss.z_loss * log_partition**2)).sum(),
                     4 * (load * router.probabilities).sum() / 2,  # 4 experts, 2 layers
                     router.squared_log_partitions.sum() / 2,
                 ]
             )
-        return losses / num_targets
+        return losses / np.array([weight_sum, num_tokens, num_tokens])
 
     def weighted(params):
         losses = mean_losses(params)
@@ -60,7 +64,7 @@ def test_gradient_and_metrics_match_whole_logits(rng, config):
     gradient, expected = jax.jit(jax.grad(weighted, has_aux=True))(params)
     actual, sums = functions.gradients(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), actual, gradient)
-    np.testing.assert_allclose(sums.total / num_targets, expected @ np.array([1, 0.7, 0.3]))
+    np.testing.assert_allclose(sums.mean, expected @ np.array([1, 0.7, 0.3]))
 
     _, metrics = functions.train_step(functions.begin_state(params), batch)
     np.testing.assert_allclose((metrics.load_balance_loss, metrics.router_z_loss), expected[1:])

@@ -47,7 +47,7 @@ def make_batch(rng):
     return {
         "tokens": jnp.asarray(tokens[:, :-1]),
         "targets": jnp.asarray(tokens[:, 1:]),
-        "target_mask": jnp.asarray(segment_ids != 0),
+        "weights": jnp.asarray(segment_ids != 0, jnp.float32),
         "segment_ids": jnp.asarray(segment_ids),
         "positions": jnp.asarray(np.arange(LENGTH) - starts, jnp.int32),
     }
@@ -84,13 +84,13 @@ def dense_loss(functions, params, batch):
     logits = model.logits(model(batch["tokens"], batch["segment_ids"], batch["positions"]))
     log_partition = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-    nats = jnp.where(batch["target_mask"], log_partition - target_logits, 0.0).sum()
-    return nats, CONFIG.loss.z_loss * jnp.where(batch["target_mask"], log_partition**2, 0.0).sum()
+    nats = ((log_partition - target_logits) * batch["weights"]).sum()
+    return nats, CONFIG.loss.z_loss * (log_partition**2 * batch["weights"]).sum()
 
 
 def test_step_matches_dense_logits(rng, functions, initial_state, train_step):
     batch = make_batch(rng)
-    num_targets = batch["target_mask"].sum()
+    num_targets = batch["weights"].sum()
 
     @jax.jit
     def dense_step(params, opt_state):
@@ -121,12 +121,12 @@ def test_documents_are_kept_apart_unless_the_config_says_otherwise(rng, initial_
     together = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, keep_documents_apart=False))
     both = (make_step_functions(config, make_mesh(MeshConfig())) for config in (CONFIG, together))
     apart_step, together_step = (functions.eval_step for functions in both)
-    nats, _ = together_step(initial_state.params, batch, 0)
-    np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document, 0)[0], rtol=1e-6)
+    nats = together_step(initial_state.params, batch, 0).nats
+    np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document, 0).nats, rtol=1e-6)
 
     def nats_of_rows(batch):
-        masks = (batch["target_mask"] & (jnp.arange(BATCH_SIZE)[:, None] == row) for row in range(BATCH_SIZE))
-        return np.array([apart_step(initial_state.params, batch | {"target_mask": mask}, 0)[0] for mask in masks])
+        each = (batch["weights"] * (jnp.arange(BATCH_SIZE)[:, None] == row) for row in range(BATCH_SIZE))
+        return np.array([apart_step(initial_state.params, batch | {"weights": own}, 0).nats for own in each])
 
     # Each row by itself: in the sum of all, differences may cancel.
     assert np.abs(nats_of_rows(one_document) - nats_of_rows(batch)).max() > 1e-3
@@ -209,8 +209,8 @@ def test_a_spike_of_the_gradients_norm_is_skipped(rng, functions, initial_state)
         assert jax.tree.all(kept) == is_spike
 
 
-def test_a_batch_of_padding_leaves_only_the_decay(rng, initial_state, train_step):
-    batch = make_batch(rng) | {"target_mask": jnp.zeros((BATCH_SIZE, LENGTH), bool)}
+def test_a_batch_without_weights_leaves_only_the_decay(rng, initial_state, train_step):
+    batch = make_batch(rng) | {"weights": jnp.zeros((BATCH_SIZE, LENGTH))}
     state, metrics = train_step(copy(initial_state), batch)
     assert (float(metrics.loss), float(metrics.grad_norm), bool(metrics.finite)) == (0.0, 0.0, True)
     factor = 1 - CONFIG.optimizer.weight_decay * metrics.learning_rate
@@ -241,9 +241,9 @@ def test_the_state_is_donated(rng, initial_state, train_step):
 
 def test_evaluation_is_the_loss_without_z(rng, functions, initial_state):
     batch = make_batch(rng)
-    nats, num_targets = functions.eval_step(initial_state.params, batch, 0)
-    np.testing.assert_allclose(nats, dense_loss(functions, initial_state.params, batch)[0], rtol=1e-5)
-    assert num_targets == batch["target_mask"].sum()
+    sums = functions.eval_step(initial_state.params, batch, 0)
+    np.testing.assert_allclose(sums.nats, dense_loss(functions, initial_state.params, batch)[0], rtol=1e-5)
+    assert sums.weight_sum == sums.num_targets == batch["weights"].sum()
 
 
 def test_the_state_is_float32_under_bfloat16_compute(functions):
