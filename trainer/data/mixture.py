@@ -8,7 +8,8 @@ piece. (Drawing whatever is furthest behind doesn't: with ten sources, one falls
 
 Of a source, the piece is taken that fits the room best, out of a few documents that wait; an empty sequence begins with
 any of them, so that batches of short sequences have several. If none fits, another source that is not ahead may fill
-the room, as long as all deadlines can still be met. If none of theirs fits, a document is cut.
+the room, as long as all deadlines can still be met. If none of theirs fits, a document is cut, unless it is a chat:
+then the room stays empty.
 
 Everything follows from the seed, the sources and the place that the drawing begins at.
 
@@ -192,7 +193,7 @@ class Mixture:
             length = min(source.left(index), room)
             if source is not_ahead[0] or self._meets_deadlines(behind, source, length):
                 return source, index, length
-        if room <= self._length // _PADDED_PART:
+        if room <= self._length // _PADDED_PART or not_ahead[0].is_whole:
             return None
         return not_ahead[0], not_ahead[0].longest(), room
 
@@ -267,12 +268,13 @@ class _Source:
         self.epoch, self._position, self.credit = place.epoch, place.position, place.credit
         self._tokens_by_length = list(place.tokens_by_length)
         if place.position > len(num_targets) or any(
-            document >= len(num_targets) or start >= num_targets[document] for document, start in place.waiting
+            document >= len(num_targets) or start >= max(num_targets[document], 1) for document, start in place.waiting
         ):
             raise ValueError(f"the place in {config.name!r} is past its {len(num_targets)} documents")
         self._waiting = [each for each in place.waiting if self._rates[each[0]] > 0]
         self._lefts = [num_targets.item(document) - start for document, start in self._waiting]
         self.is_over = place.is_over and config.when_exhausted == "stop"
+        self.is_whole = config.format == "chats"  # what lies after a cut would lack the turns before it
         self.share = 0
         self._order: tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]] | None = None  # made when first needed
         if place.is_over and not self.is_over:
@@ -351,6 +353,8 @@ def _rates(source: SourceConfig, num_targets: Int64[np.ndarray, " D"]) -> Float6
     least = np.array([each.min_tokens for each in source.length_weights], np.int64)
     weights = np.array([1.0, *(each.weight for each in source.length_weights)])
     rates = weights[np.searchsorted(least, num_targets, side="right")] * (num_targets > 0)
+    if not num_targets.any():
+        raise DataError(f"data.sources {source.name!r}: no turn of any chat ends within a sequence; make these longer")
     if not rates.any():
         raise DataError(
             f"data.sources {source.name!r}: length_weights leave none of its {len(num_targets):,} training documents, "

@@ -94,7 +94,9 @@ class MixtureIterator(TrainIterator):
         assert {source.name for source in sources} <= corpus.sources.keys(), "phases have the run's sources"
         super().__init__(corpus, **options)
         self._sources, self._on_progress = sources, on_progress
-        self._num_targets = {name: each.train.num_targets for name, each in corpus.sources.items()}
+        self._num_targets = {
+            name: each.train.within(self._sequence_length).num_targets for name, each in corpus.sources.items()
+        }
         self._go_to(MixturePlace())
 
     def __next__(self) -> BatchShare:

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float64, Int64, Shaped
 
 from trainer.data.documents import Documents
+from trainer.errors import DataError
 
 
 class Piece(NamedTuple):
@@ -191,7 +192,17 @@ class PackedSequences:
         return None
 
     def _cut(self) -> Pieces:
-        return cut_documents(self.documents.num_targets, self.sequence_length)
+        return cut_documents(self.documents.within(self.sequence_length).num_targets, self.sequence_length)
+
+
+def check_lengths(documents: Documents, sequence_length: int) -> None:
+    """Refuses documents that sequences of a length can't hold.
+
+    Raises:
+        DataError: as `Documents.within`, or no turn of a chat fits a sequence.
+    """
+    if not documents.within(sequence_length).num_tokens:
+        raise DataError(f"no turn of any chat ends within sequence_length={sequence_length:,}; raise it")
 
 
 def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
