@@ -157,6 +157,10 @@ class PackedSequences:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
         return self.pieces.length[self.pieces_of(index)]
 
+    def document_numbers(self, index: int) -> Int64[np.ndarray, " P"]:
+        """The numbers of the documents that the pieces of one sequence are of, in order."""
+        return self.pieces.document[self.pieces_of(index)]
+
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         columns = (self.pieces.document, self.pieces.start, self.pieces.length)
         pieces = self.pieces_of(index)

@@ -79,6 +79,14 @@ class TrainIterator:
         """
         raise NotImplementedError
 
+    def skip(self, num_batches: int) -> None:
+        """Goes past the next batches, without reading a token.
+
+        Raises:
+            DataUsedUpError: no document is left for them.
+        """
+        raise NotImplementedError
+
     def mixture(self) -> dict[str, Any] | None:
         """The tokens drawn so far from each source of a mixture, ready for JSON; None: it is none."""
         return None
@@ -208,6 +216,9 @@ class PackedIterator(TrainIterator):
             position = epoch * self.num_sequences
         self._go_to(position)
         return notes
+
+    def skip(self, num_batches: int) -> None:
+        self._go_to(self._start + self._num_read() + num_batches * self._batch_size)
 
     def _go_to(self, position: int) -> None:
         self._start = position
