@@ -5,7 +5,7 @@ Shapes: T tokens in a sequence, D documents of the corpus, P segments, G groups 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float64, Int64, Shaped
@@ -14,42 +14,41 @@ from trainer.config import DataConfig
 from trainer.data import Corpus
 from trainer.data.mixture import LENGTHS
 
-_OF_CORPUS = ("all documents", "all tokens")
-_IN_BATCHES = ("documents", "targets", "share", "counted", "loss weight")
+_TITLES = ("all documents", "all tokens", "documents", "targets", "share", "counted", "loss weight")
 _NOTHING = "–"
 
 
 class DocumentCounts:
-    """Counts segments, targets and the weights of their losses, for groups of the corpus's documents.
+    """Counts documents, targets and the weights of their losses, for groups of the corpus's documents.
 
     Args:
+        names: [G] of the groups.
         group_of: [D] the group of each document.
-        num_groups: G.
+        num_targets: [D] of the documents.
     """
 
-    def __init__(self, group_of: Int64[np.ndarray, " D"], num_groups: int):
-        self._group_of, self._num_groups = group_of, num_groups
-        self.counts: Float64[np.ndarray, "4 G"] = np.zeros((4, num_groups))
-        """Segments, targets, those of them that count, and the sum of their absolute weights."""
+    def __init__(self, names: Sequence[str], group_of: Int64[np.ndarray, " D"], num_targets: Int64[np.ndarray, " D"]):
+        self.names, self.group_of = names, group_of
+        self._of_corpus = [np.bincount(group_of, weights, len(names)) for weights in (None, num_targets)]
+        self._in_batches: Float64[np.ndarray, "4 G"] = np.zeros((4, len(names)))
 
     def add(self, arrays: Mapping[str, Shaped[np.ndarray, " T"]], documents: Int64[np.ndarray, " P"]) -> None:
         """Counts the segments of one sequence."""
-        segments, weights = arrays["segment_ids"], np.abs(arrays["weights"].astype(np.float64))
-        is_target = segments > 0
-        of_segments = self._group_of[documents]
-        of_targets = of_segments[len(documents) - segments[is_target]]  # segments count down
-        weights = weights[is_target]
-        for index, (groups, values) in enumerate(
-            ((of_segments, None), (of_targets, None), (of_targets, weights != 0), (of_targets, weights))
-        ):
-            self.counts[index] += np.bincount(groups, weights=values, minlength=self._num_groups)
+        segments = arrays["segment_ids"]
+        weights = np.abs(arrays["weights"][segments > 0].astype(np.float64))
+        of_segments = self.group_of[documents]
+        of_targets = of_segments[len(documents) - segments[segments > 0]]  # segments count down
+        counted = ((of_segments, None), (of_targets, None), (of_targets, weights != 0), (of_targets, weights))
+        self._in_batches += [np.bincount(groups, values, len(self.names)) for groups, values in counted]
 
-    def cells(self, group: int) -> list[str]:
-        """The cells of a group's row, as `_IN_BATCHES`."""
-        num_documents, num_targets, num_counted, weight = self.counts[:, group]
-        _, all_targets, _, all_weight = self.counts.sum(axis=1)
+    def row(self, group: int) -> list[str]:
+        """The cells of a group: its name, and the numbers that `_TITLES` names."""
+        num_documents, num_targets, num_counted, weight = self._in_batches[:, group]
+        _, all_targets, _, all_weight = self._in_batches.sum(axis=1)
+        of_corpus = [f"{counts[group]:,.0f}" for counts in self._of_corpus]
         shares = (_percent(num_targets, all_targets), _percent(weight, all_weight))
-        return [f"{num_documents:,.0f}", f"{num_targets:,.0f}", shares[0], f"{num_counted:,.0f}", shares[1]]
+        counts = [f"{num_documents:,.0f}", f"{num_targets:,.0f}", shares[0], f"{num_counted:,.0f}", shares[1]]
+        return [self.names[group], *of_corpus, *counts]
 
 
 class BatchTables:
@@ -62,59 +61,38 @@ class BatchTables:
 
     def __init__(self, corpus: Corpus, data: DataConfig):
         sources = corpus.sources or {data.source: corpus}
-        weights = {source.name: source.weight for source in data.sources}
-        self._names = [*sources]
-        self._wanted = [
-            _percent(weights.get(name, 0.0), sum(weights.values())) if weights else _NOTHING for name in sources
-        ]
-        num_targets = corpus.train.num_targets
-        self._source_of = np.repeat(np.arange(len(sources)), [len(each.train) for each in sources.values()])
+        self._weights = {source.name: source.weight for source in data.sources}
+        num_targets = np.maximum(corpus.train.num_targets, 0)
+        source_of = np.repeat(np.arange(len(sources)), [len(each.train) for each in sources.values()])
         length_of = np.searchsorted(LENGTHS, num_targets, side="right") - 1
-        self._of_corpus = [
-            [
-                (int(count), int(tokens))
-                for count, tokens in zip(
-                    np.bincount(groups, minlength=num), np.bincount(groups, num_targets, minlength=num), strict=True
-                )
-            ]
-            for groups, num in ((self._source_of, len(sources)), (length_of, len(LENGTHS)))
-        ]
-        self._by_source = DocumentCounts(self._source_of, len(sources))
-        self._by_length = DocumentCounts(length_of, len(LENGTHS))
+        self._num_of_length = np.bincount(length_of, minlength=len(LENGTHS))
+        self._by_source = DocumentCounts([*sources], source_of, num_targets)
+        self._by_length = DocumentCounts([*map(_name_length, range(len(LENGTHS)))], length_of, num_targets)
 
     def add(self, arrays: Mapping[str, Shaped[np.ndarray, " T"]], documents: Int64[np.ndarray, " P"]) -> None:
         """Counts the documents of one sequence."""
-        for counts in (self._by_source, self._by_length):
-            counts.add(arrays, documents)
+        self._by_source.add(arrays, documents)
+        self._by_length.add(arrays, documents)
 
     def source_of(self, document: int) -> str:
         """The name of the source that a document comes from."""
-        return self._names[self._source_of[document]]
+        return self._by_source.names[self._by_source.group_of[document]]
 
     def by_source(self) -> list[list[str]]:
         """The cells of the mixture's table; the first row has the titles.
 
-        The share of the targets is what the config's weights ask for. Weights of losses count by their absolute values.
+        `wanted` is the share of the targets that the config's weights ask for. `loss weight` is the share of the sum of
+        the absolute weights, which the loss is divided by.
         """
-        titles = ["source", *_OF_CORPUS, "wanted", *_IN_BATCHES]
-        of_corpus = [[f"{count:,}", f"{tokens:,}"] for count, tokens in self._of_corpus[0]]
-        rows = zip(self._names, of_corpus, self._wanted, strict=True)
-        return [
-            titles,
-            *([name, *cells, wanted, *self._by_source.cells(i)] for i, (name, cells, wanted) in enumerate(rows)),
-        ]
+        total = sum(self._weights.values())
+        rows = [["source", *_TITLES], *(self._by_source.row(group) for group in range(len(self._by_source.names)))]
+        wanted = ["wanted", *(_percent(self._weights.get(row[0], 0.0), total) for row in rows[1:])]
+        return [[*row[:3], cell, *row[3:]] for row, cell in zip(rows, wanted, strict=True)]
 
     def by_length(self) -> list[list[str]]:
         """The cells of the lengths' table, without lengths that no document has; the first row has the titles."""
-        titles = ["tokens of the document", *_OF_CORPUS, *_IN_BATCHES]
-        return [
-            titles,
-            *(
-                [_name_length(group), f"{count:,}", f"{tokens:,}", *self._by_length.cells(group)]
-                for group, (count, tokens) in enumerate(self._of_corpus[1])
-                if count
-            ),
-        ]
+        groups = np.flatnonzero(self._num_of_length).tolist()
+        return [["tokens of the document", *_TITLES], *map(self._by_length.row, groups)]
 
 
 def _name_length(group: int) -> str:
