@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import RunPhase, TrainConfig
 from trainer.data import Corpus, load_corpus, make_batches
-from trainer.data.tree_packing import check_branches
+from trainer.data.packing import check_lengths
 from trainer.errors import UserMistake, name_some
 from trainer.evaluate.tasks import Example
 from trainer.launch.membership import ALONE, Membership
@@ -133,7 +133,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     for phase in phases:
         for documents in (corpus.train, corpus.validation):
-            check_branches(documents, phase.config.sequence_length)
+            check_lengths(documents, phase.config.sequence_length)
     samples = [Samples(phase.config, corpus.tokenizer) if config.samples.prompts else None for phase in phases]
     use_compilation_cache(config.compilation.cache_dir)
     warn_of_short_documents(phases, corpus, on_progress)

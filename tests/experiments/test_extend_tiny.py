@@ -29,7 +29,7 @@ def compilation_cache():
 
 
 def accuracies(path, config: TrainConfig) -> dict[tuple[int, int], float]:
-    """By step and length: the mean over depths."""
+    """By step and length: the mean over depths, but those within the first length, where any model finds a word."""
     config = dataclasses.replace(
         config,
         data=dataclasses.replace(config.data, token_cache_dir=str(path.parent / "tokens")),
@@ -40,7 +40,7 @@ def accuracies(path, config: TrainConfig) -> dict[tuple[int, int], float]:
     assert train(config, workdir, command=["test"], started=time.perf_counter()) == 0
     found: dict[tuple[int, int], list[float]] = {}
     for line in read_lines(path / "evaluations.jsonl"):
-        if line.kind == RETRIEVAL:
+        if line.kind == RETRIEVAL and (line.length == 64 or (1 - line.depth) * line.length > 64):
             found.setdefault((line.step, line.length), []).append(line.accuracy)
     return {key: sum(values) / len(values) for key, values in found.items()}
 

@@ -150,12 +150,13 @@ FAMILIES = {
     **dict.fromkeys([("gpt_32k_window", "cpu"), ("gpt_32k_window", "cuda")], "mistral"),  # windows in all layers
     **{(name, "cuda"): "llama" for name in ("gpt_32k", "smoke", "gpt_1b_32k", "gpt_128k", "gpt_1m")},
     ("long_context_from_scratch", "cuda"): "llama",
-    ("extend_tiny", "cpu"): "llama",
+    **{(name, "cpu"): "llama" for name in ("extend_tiny", "finetune_chat")},
 }
+NO_PAGES = {"__init__", "generated_chats", "retrieval_documents"}
 
 
 def test_every_page_is_in_the_table():
-    pages = {path.stem for path in Path(gpt_32k.__file__).parent.glob("*.py")} - {"__init__", "retrieval_documents"}
+    pages = {path.stem for path in Path(gpt_32k.__file__).parent.glob("*.py")} - NO_PAGES
     assert pages == {name for name, _ in FAMILIES} | {"continue_pretrained", "extend_context"}, (
         "of which the folder's family goes out"
     )
@@ -169,6 +170,9 @@ def test_every_page_can_be_exported(name, platform, monkeypatch, tmp_path, rng, 
     if hasattr(module, "make_files"):  # which takes a minute
         monkeypatch.setattr(module, "make_files", lambda *_, **__: ("documents.jsonl",))
         monkeypatch.setattr("experiments.extend_tiny.FOLDER", tmp_path)
+    if hasattr(module, "make_chats"):
+        monkeypatch.setattr(module, "make_chats", lambda *_: "chats.jsonl")
+        monkeypatch.setattr("experiments.generated_chats.FOLDER", tmp_path)
     page = module.get_config()
     model_type = FAMILIES[name, platform]
     assert describe_export(page.model, None) == f"as a {model_type}"

@@ -215,6 +215,30 @@ CASES = [
     ),
 ]
 
+
+def named(*names: str) -> list[Case]:
+    """Cases of the table by their names."""
+    return [case for case in CASES if case.name in names]
+
+
+def longer(case: Case) -> Case:
+    """A case three times as long, for tiles of 128: it has several to a row, and tiles to skip."""
+    return dataclasses.replace(case, q_len=3 * case.q_len + 1, kv_len=3 * case.kv_len + 1)
+
+
+LONG = [
+    longer(case)
+    for case in named(
+        "causal", "window", "chunked", "complement", "mask_fn", "per_head", "prefix_language_model", "cross",
+        "empty_rows", "packed", "scattered_segments", "context_shard", "permuted_positions", "everything", "value_dim",
+        "all_bounds", "bounds_of_keys", "tree", "tree_in_documents", "image_blocks", "bounds_of_a_gap",
+        "bounds_per_head", "everything_bounded",
+    )
+]  # fmt: skip
+# Rows have holes, and tiles without a mask.
+BOUNDED = [longer(case) for case in CASES if case.bounds is not None]
+OTHERS_BOUNDED = [case for case in BOUNDED if case not in LONG]
+
 # Where the definition gives NaN, so does every backend; `assert_close` isn't for these.
 SPOILED = [
     Case("spoiled", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=2, num_kv_heads=1, segments="packed",

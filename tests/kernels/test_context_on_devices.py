@@ -1,8 +1,5 @@
 """Attention over a mesh of eight CPU devices is NumPy's, by every exchange; what one can't serve is refused."""
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +8,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_product_attention
-from kernels.collectives import chunks, peer_memory
+from kernels import BlockwiseTuning, CausalMask, LocalMask, SplashTuning, dot_product_attention
 from kernels.context import MeshLayout, attend_over_mesh
 from kernels.context.choose_exchange import EXCHANGES
 from tests.kernels.context_on_devices import (
@@ -27,6 +23,7 @@ from tests.kernels.context_on_devices import (
     compare,
 )
 from tests.kernels.contract_cases import draw_bounds
+from tests.kernels.peers_on_cpus import pass_for_gpus
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 
@@ -135,61 +132,8 @@ def test_a_halo_refuses_positions_that_may_restart(rng, float64):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """A few CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
-
-    And `blockwise` for a backend that may be given less than whole rows of keys: it visits the plan's tiles alone.
-    """
-    with_tiles = tuple(
-        dataclasses.replace(backend, longest_tile=SMALL_TILES.block_kv) if backend.name == "blockwise" else backend
-        for backend in backends.BACKENDS
-    )
-    monkeypatch.setitem(backends.TABLES, "attention", with_tiles)
-    monkeypatch.setattr(peer_memory, "unsupported_reason", lambda mesh, axis: None)
-    monkeypatch.setattr(chunks, "unsupported_reason", lambda *_: None)
-    monkeypatch.setattr(chunks, "gather_chunks", gather_chunks)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def gather_chunks(arrays, tables, axis, _):
-    """`kernels.collectives.chunks.gather_chunks`, by JAX."""
-
-    def put_together(x):
-        rows = pick(jnp.concatenate(list(by_distance(x, axis)), axis=1), tables.of_row)
-        return jnp.where(is_there(x, rows, tables), rows, jnp.nan)  # the kernels leave what the memory held
-
-    return tuple(map(put_together, arrays))
-
-
-def gather_chunks_backward(axis, _, tables, gradients):
-    def sum_up(x):
-        # Past the places that are put together, kernels write no gradients.
-        x = jnp.where(is_there(x, x, tables), x, jnp.nan)
-        own, *others = jnp.moveaxis(tables.of_own, -1, 0)
-        total = pick(x, own)
-        for theirs, place in zip(by_distance(x, axis)[1:], others, strict=True):
-            needed = (place > 0).reshape(*place.shape, *[1] * (x.ndim - 2))
-            total += jnp.where(needed, pick(theirs, jnp.maximum(place - 1, 0)), 0)
-        return total
-
-    return tuple(map(sum_up, gradients)), None
-
-
-gather_chunks.defvjp(
-    lambda arrays, tables, *rest: (gather_chunks(arrays, tables, *rest), tables), gather_chunks_backward
-)
-
-
-def by_distance(x, axis):
-    """Every rank's, this rank's first, then the next one's."""
-    return jnp.roll(lax.all_gather(x, axis), -lax.axis_index(axis), axis=0)
-
-
-def pick(x, numbers):
-    return jax.vmap(lambda row, numbers: row[numbers])(x, numbers)
-
-
-def is_there(x, rows, tables):
-    return (jnp.arange(rows.shape[1]) < tables.num_chunks).reshape(-1, *[1] * (x.ndim - 2))
+    """A few CPU devices pass for GPUs that read each other's memory, and `blockwise` takes part of the keys."""
+    pass_for_gpus(monkeypatch, SMALL_TILES.block_kv)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -199,6 +143,17 @@ def test_bounds_of_queries_and_of_keys_in_any_order_are_numpys(exchange, rng, fl
     if exchange == "peer":
         case = case._replace(sizes=Sizes(length=192), implementation=SMALL_TILES)
     check(rng, [case])
+
+
+@pytest.mark.full  # the interpreter takes some 10 s for each
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "peer"])
+def test_splash_serves_bounds_over_a_mesh(exchange, rng):
+    sharding, mask = ("zigzag", "window") if exchange == "halo" else ("balanced", "causal")
+    sizes = Sizes(length=256, num_heads=2, num_kv_heads=2, head_dim=8, value_dim=8, dtype="float32")
+    case = Case((1, 1, 2), exchange, sharding, mask, "rising", False, False, sizes)
+    splash = SplashTuning.square(128, interpret=True)
+    case = case._replace(implementation=splash, bounds=str(rng.choice(["tree", "blocks", WILD])))
+    assert compare(rng, case) < 16 * np.finfo(np.float32).eps, case
 
 
 @pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "halo"])

@@ -1,6 +1,7 @@
 """The Mosaic GPU backend away from a GPU: its kernels in Pallas's interpreter, its tunings, what it refuses."""
 
 import dataclasses
+import importlib.util
 import re
 
 import jax
@@ -394,6 +395,27 @@ def test_a_named_tuning_that_does_not_fit_is_refused_with_the_remedy():
         select_backend(call, tuning)
     # The interpreter has no such limit.
     assert select_backend(call, dataclasses.replace(tuning, interpret=True)).name == "mosaic_gpu"
+
+
+@pytest.mark.jax_0_11
+def test_two_bounds_of_one_side_have_no_room_beside_wide_heads_and_triton_serves_them(monkeypatch):
+    """Such as Gemma 3's windows with images."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # Triton is installed
+    one, both = Bounds(k_end=jnp.zeros(512, jnp.int32)), Bounds(*[jnp.zeros(512, jnp.int32)] * 2)
+    for head_dim, bounds in ((192, both), (256, one)):
+        _, call = call_of(head_dim=head_dim, bounds=bounds)
+        assert select_backend(call).name == "mosaic_gpu"
+    _, call = call_of(head_dim=256, bounds=both)
+    reason = (
+        r"has no room for k_start and k_end, since backward_tiles of num_stages=2, .* at head dim 256 need [\d,]+ "
+        "bytes of shared memory, of which a Hopper GPU has 232,448$"
+    )
+    for named in ("mosaic_gpu", MosaicGpuTuning("split")):
+        with pytest.raises(ValueError, match=f"can't serve this call: {reason}"):
+            select_backend(call, named)
+    selection = select_backend(call)
+    assert selection.name == "triton"
+    assert re.search(reason, dict(selection.passed_over)["mosaic_gpu"])
 
 
 @pytest.mark.jax_0_11

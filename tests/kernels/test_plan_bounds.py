@@ -1,11 +1,13 @@
 """Plans within bounds, against every pair of tokens: no pair is lost, FULL is true, and holes are found."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import Bounds, CausalMask, FullMask, LocalMask
+from kernels import Bounds, CausalMask, FullMask, LocalMask, dot_product_attention
 from kernels.call import make_call
 from kernels.masks import TileKind
 from kernels.masks.bounds import OF_KEYS, OF_QUERIES
@@ -163,15 +165,21 @@ def test_the_plans_of_three_passes_in_one_program_are_each_their_own(names, rng)
                     np.testing.assert_array_equal(found, firsts)
 
 
-def test_bounds_of_another_form_are_refused():
-    query = jnp.ones((2, 5, 1, 8))
+def test_bounds_of_another_form_are_refused_while_a_program_is_traced():
+    query = jax.ShapeDtypeStruct((2, 5, 1, 8), jnp.float32)
     for bounds, message in (
         ({"k_end": np.zeros(5, int)}, "bounds must be kernels.Bounds, got dict"),
         (Bounds(k_end=np.zeros(6, int)), r"bounds.k_end must be integers \[2, 5\] or \[5\], got int64\(6,\)"),
+        (Bounds(k_start=np.zeros((3, 5), int)), r"bounds.k_start must be integers \[2, 5\] .* got int64\(3, 5\)"),
         (Bounds(q_start=np.zeros((2, 5))), r"bounds.q_start must be integers \[2, 5\] or \[5\], got float64\(2, 5\)"),
+        (Bounds(q_end=np.ones(5, bool)), r"bounds.q_end must be integers \[2, 5\] or \[5\], got bool\(5,\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            make_call(query, query, query, None, bounds=bounds)
+            jax.eval_shape(functools.partial(dot_product_attention, bounds=bounds), query, query, query)
+
+
+def test_bounds_beyond_int32_and_past_the_ends_say_the_same():
+    query = jnp.ones((2, 5, 1, 8))
     far = Bounds(k_start=np.array([-(2**40), 0, 1, 2, 2**40]), k_end=np.full(5, 2**63, np.uint64))
     inputs, call = make_call(query, query, query, None, bounds=far)
     assert call.bounds == ("k_start", "k_end")

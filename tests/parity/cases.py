@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels import CausalMask, ChunkedCausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask
+from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, Mask, MultiHeadMask, PrefixMask
 from layers.remat import REMAT_POLICIES
 from tests.parity.oracle import Allows
 
@@ -30,6 +30,8 @@ class Attention:
     documents: bool = False
     sinks: bool = False
     soft_cap: float | None = None
+    bounds: str | None = None
+    """What else is allowed, as data: a kind of `draw_bounds`."""
     has_reach: bool = False
     """Whether a query looks only so far, in every layer and head."""
 
@@ -50,6 +52,14 @@ def _chunked(q, k):
     return (k <= q) & (k // CHUNK == q // CHUNK)
 
 
+def _near(q, k):
+    return abs(q - k) < WINDOW
+
+
+def _all(q, k):
+    return (q == q) & (k == k)
+
+
 _CAUSAL, _WINDOW = CausalMask(), CausalMask() & LocalMask(WINDOW - 1, 0)
 ATTENTION = {
     "causal": Attention((_CAUSAL,), ((_causal,),)),
@@ -65,6 +75,13 @@ ATTENTION = {
     "sinks": Attention((_CAUSAL,), ((_causal,),), sinks=True),
     "soft_cap": Attention((_CAUSAL,), ((_causal,),), soft_cap=2.0),
     "heads_differ": Attention((MultiHeadMask([_CAUSAL, _WINDOW] * 4),), ((_causal, _window) * 4,)),
+    # A branch's positions go on from where it leaves the tree: they restart, and tell no distances.
+    "tree": Attention((_CAUSAL,), ((_causal,),), documents=True, bounds="tree"),
+    "tree_windows": Attention((_WINDOW, _CAUSAL), ((_window,), (_causal,)), documents=True, sinks=True, bounds="tree"),
+    "prefix_bounds": Attention((FullMask(),), ((_all,),), documents=True, bounds="prefix"),
+    "image_blocks": Attention(
+        (LocalMask(WINDOW - 1, WINDOW - 1),), ((_near,),), soft_cap=2.0, bounds="blocks", has_reach=True
+    ),
     "everything": Attention((_WINDOW, _CAUSAL), ((_window,), (_causal,)), documents=True, sinks=True, soft_cap=2.0),
 }
 
@@ -141,7 +158,7 @@ class Case:
         if exchange == "halo" and self.placement.sequence_sharding == "balanced":
             return "sequence_sharding='balanced' decides for each sequence"
         if exchange == "halo" and not ATTENTION[self.problem.attention].has_reach:
-            return "needs a mask that reaches only so far"
+            return "needs a mask that reaches only so far|needs positions that count up within a document"
         return None
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from kernels import CausalMask
-from layers import attention
+from kernels.context import attend_over_mesh
 from tests.parity.cases import Case, Placement, Problem
-from trainer.step import train_step
+from trainer.step.router_loss import join_losses, sum_load
 
 _DENSE = Case(
     Problem("window_documents", (16, 8), "dense", seed=0),
@@ -24,8 +24,13 @@ _MIXTURE = Case(
     Problem("causal", (8, 8), "mixture", seed=0),
     Placement((1, 2, 2, 2), "all_gather", "contiguous", accumulation=2),
 )
+_TREE = Case(
+    Problem("tree", (8, 2), "dense", seed=0),
+    Placement((1, 2, 2, 2), "ring", "balanced"),
+)
 FAULTS = {
     _DENSE: ("wrong scale", "dropped document boundary", "dropped window", "wrong gradient"),
+    _TREE: ("dropped bounds", "bounds of a token too many"),
     _MIXTURE: ("load of one device", "router losses twice over an axis", "weights of one device"),
 }
 """Cases that have what the faults drop or count."""
@@ -35,14 +40,12 @@ def injected(fault: str) -> AbstractContextManager[Any]:
     """A step on a mesh, with a mistake in it."""
     if fault in FAULTS[_MIXTURE]:
         return _in_losses(fault)
-    assert fault in FAULTS[_DENSE], fault
+    assert fault in (*FAULTS[_DENSE], *FAULTS[_TREE]), fault
     return _in_attention(fault)
 
 
 def _in_attention(fault: str) -> AbstractContextManager[Any]:
-    attend = attention.attend_over_mesh
-
-    def with_fault(query, key, value, mask, layout, *, segment_ids, **options):
+    def with_fault(query, key, value, mask, layout, *, segment_ids, bounds, **options):
         if fault == "wrong scale":
             options["scale"] = 1.01 * query.shape[-1] ** -0.5
         elif fault == "dropped document boundary":
@@ -51,24 +54,29 @@ def _in_attention(fault: str) -> AbstractContextManager[Any]:
             mask = CausalMask()
         elif fault == "wrong gradient":
             value = _with_scaled_gradient(value)
-        return attend(query, key, value, mask, layout, segment_ids=segment_ids, **options)
+        elif fault == "dropped bounds":
+            bounds = None
+        elif fault == "bounds of a token too many":
+            bounds = jax.tree.map(lambda bound: bound + 1, bounds)
+        return attend_over_mesh(query, key, value, mask, layout, segment_ids=segment_ids, bounds=bounds, **options)
 
-    return mock.patch.object(attention, "attend_over_mesh", with_fault)
+    return mock.patch("layers.attention.attend_over_mesh", with_fault)
 
 
 def _in_losses(fault: str) -> AbstractContextManager[Any]:
-    count, join = train_step.sum_load, train_step.join_losses
     if fault == "load of one device":
-        return mock.patch.object(train_step, "sum_load", lambda *arguments: count(*arguments[:-1], lambda load: load))
+        return mock.patch(
+            "trainer.step.train_step.sum_load", lambda *arguments: sum_load(*arguments[:-1], lambda load: load)
+        )
 
     def with_fault(cross_entropy, num_tokens, whole, router, *others):
         if fault == "weights of one device":
             whole = whole._replace(weight_sum=cross_entropy.weight_sum)
         else:  # each rank has the sum of all of them, and the ranks' losses are summed
             router = jax.tree.map(lambda x: lax.psum(x, "context"), router)
-        return join(cross_entropy, num_tokens, whole, router, *others)
+        return join_losses(cross_entropy, num_tokens, whole, router, *others)
 
-    return mock.patch.object(train_step, "join_losses", with_fault)
+    return mock.patch("trainer.step.train_step.join_losses", with_fault)
 
 
 @jax.custom_vjp

@@ -52,7 +52,7 @@ def run_faults() -> Tally:
     for case, faults in FAULTS.items():
         comparison = Comparison(case.problem)
         verdict = comparison.judge(case)
-        tally = tally.add(verdict.passed, f"no fault in {case.problem.mlp} layers: {verdict.text}")
+        tally = tally.add(verdict.passed, f"no fault in {case.problem.attention}, {case.problem.mlp}: {verdict.text}")
         for fault in faults:
             verdict = comparison.judge(case, fault)
             tally = tally.add(not verdict.passed, f"{fault}: {verdict.text}")

@@ -15,6 +15,7 @@ import numpy as np
 from kernels import BlockwiseTuning
 from kernels.context import SequenceSharding
 from layers import GPTConfig, MoEConfig
+from tests.kernels.contract_cases import draw_bounds
 from tests.parity.cases import ATTENTION, Placement, Problem
 from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -110,12 +111,18 @@ class Model:
             sequence_length=self.length,
             batch_size=BATCH_SIZE,
             gradient_accumulation=placement.accumulation,
-            data=DataConfig(keep_documents_apart=self.attention.documents),
+            data=self._data,
             optimizer=OptimizerConfig(num_warmup_steps=0),
             loss=LossConfig(chunk_size=placement.loss_chunk, z_loss=self.z_loss),
             mesh=MeshConfig(*placement.mesh),
             context=ContextConfig(placement.exchange, placement.sequence_sharding),
         )
+
+    @property
+    def _data(self) -> DataConfig:
+        if self.attention.bounds == "tree":
+            return DataConfig(source="trees", files=("trees.jsonl",))
+        return DataConfig(keep_documents_apart=self.attention.documents)
 
     def _sharded(self, config: TrainConfig, sequence_sharding: SequenceSharding) -> dict[str, np.ndarray]:
         """The batch as the data pipeline hands it to a run."""
@@ -136,12 +143,22 @@ class Model:
             ids[:] = np.repeat(np.arange(1, len(starts) + 1)[:: rng.choice([-1, 1])], lengths)
             ids[num_tokens:] = 0
             own_positions[:] = np.arange(self.length) - np.repeat(starts, lengths)
+        bounds = {}
+        if self.attention.bounds is not None:
+            drawn = draw_bounds(rng, self.attention.bounds, *shape, self.length)
+            bounds = {name: np.asarray(getattr(drawn, name), np.int32) for name in drawn.given}
+        if "q_end" in bounds:
+            # A token's position is the number of tokens before it on its branch.
+            index = np.arange(self.length)
+            is_before = (index < index[:, None]) & (index[:, None] < bounds["q_end"][:, None])
+            positions = (is_before & (segment_ids[:, :, None] == segment_ids[:, None])).sum(-1, dtype=np.int32)
         return {
             "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
             "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
             "weights": np.where(segment_ids != 0, _draw_weights(rng, shape), 0).astype(np.float32),
             "segment_ids": segment_ids,
             "positions": positions,
+            **bounds,
         }
 
     def _draw_params(self, rng: np.random.Generator) -> Any:

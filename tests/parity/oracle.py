@@ -34,7 +34,8 @@ def mean_loss(
 
     Args:
       params: nested dict of float64 arrays, as the training state holds them.
-      batch: tokens, targets, weights, segment_ids and positions, in the order of the row.
+      batch: tokens, targets, weights, segment_ids and positions, in the order of the row; and bounds, if the attention
+        has some.
       model: sizes and options; its masks are not read.
       allows: for each mask of the pattern what it allows: one function, or one for each query head.
       documents: whether attention and positions stay within a document.
@@ -56,6 +57,7 @@ def mean_loss(
         if documents:
             ids = batch["segment_ids"]
             allowed = allowed & (ids[:, :, None] == ids[:, None, :])[:, None]
+        allowed = allowed & _within_bounds(batch)[:, None]
         normed = _norm(hidden, block["attention_norm"]["scale"], xp)
         hidden = hidden + _attention(normed, block["attention"], allowed, positions, model, xp)
         normed = _norm(hidden, block["mlp_norm"]["scale"], xp)
@@ -73,6 +75,18 @@ def mean_loss(
     target_logits = xp.take_along_axis(logits, batch["targets"][:, :, None], axis=-1)[:, :, 0]
     of_targets = (weights * (log_partition - target_logits) + abs(weights) * z_loss * log_partition**2).sum()
     return of_targets / abs(weights).sum() + of_routers / counted.sum()
+
+
+def _within_bounds(batch: dict[str, np.ndarray]) -> Bool[np.ndarray, "B T T"]:
+    """Whether each token's bound lets a query attend to a key; a tree's keys lie before their queries."""
+    index = np.arange(batch["tokens"].shape[1])
+    query, key = index[:, None], index[None]
+    allowed = np.ones((len(batch["tokens"]), len(index), len(index)), bool)
+    if "k_end" in batch:
+        allowed &= key < batch["k_end"][:, :, None]
+    if "q_end" in batch:
+        allowed &= (key <= query) & (query < batch["q_end"][:, None, :])
+    return allowed
 
 
 def _at(tree: Any, index: int) -> Any:

@@ -25,7 +25,7 @@ def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
     found = {(p.mlp, p.attention, (at.mesh, at.exchange), at.accumulation, at.loss_chunk) for p, at in in_float64}
     whole = set(itertools.product(["dense"], ATTENTION, splits, (1, 2), LOSS_CHUNKS))
     assert whole <= found
-    assert len(whole) == (10 + 10 * 4) * 13 * 2 * 2
+    assert len(whole) == (10 + 10 * 4) * 17 * 2 * 2
     mixtures = {tuple(split) for mlp, _, *split in found if mlp == "mixture"}
     assert mixtures == set(itertools.product(splits, (1, 2), LOSS_CHUNKS))
     assert not [cell for cell in cells if cell.problem.mlp == "mixture" and cell.expected_refusal]
@@ -51,7 +51,8 @@ def test_each_fault_is_found_and_nothing_without_one(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert tally.num_failed == 0, lines
     passed = dict(line.removeprefix("passed ").split(": ", 1) for line in lines)
-    names = {"no fault in dense layers", "no fault in mixture layers", *itertools.chain(*FAULTS.values())}
+    names = {f"no fault in {case.problem.attention}, {case.problem.mlp}" for case in FAULTS}
+    names.update(*FAULTS.values())
     assert passed.keys() == names
     # Not because something was refused.
     assert all("differs by" in found for found in passed.values())

@@ -31,7 +31,7 @@ class TrainCommand:
       --workdir runs/books                         where the run's files go
       --resume runs/books                          a run to go on with, in place of both
       --init-from models/Llama-3.2-1B              a pretrained model, or a run's, to go on from
-      --data.source text                           what to read: text, jsonl, parquet, bin or trees
+      --data.source text                           what to read: text, jsonl, parquet, bin, trees or chats
       --data.files "books/**/*.txt"                the files to train on
       --num-steps 1000                             optimizer steps
       --sequence-length 8192                       tokens in a sequence

@@ -2,6 +2,8 @@
 
 from layers.token_choice import TokenChoice
 from trainer.config.sections import (
+    ChatConfig,
+    ChatLoss,
     CheckpointConfig,
     CompilationConfig,
     ContextConfig,
@@ -13,6 +15,7 @@ from trainer.config.sections import (
     OptimizerConfig,
     SamplesConfig,
     TensorConfig,
+    TooLong,
     WandbConfig,
     WatchdogConfig,
 )
@@ -20,6 +23,8 @@ from trainer.config.sources import LengthWeight, SourceConfig
 from trainer.config.train_config import Phase, RunPhase, TrainConfig
 
 __all__ = [
+    "ChatConfig",
+    "ChatLoss",
     "CheckpointConfig",
     "CompilationConfig",
     "ContextConfig",
@@ -36,6 +41,7 @@ __all__ = [
     "SourceConfig",
     "TensorConfig",
     "TokenChoice",
+    "TooLong",
     "TrainConfig",
     "WandbConfig",
     "WatchdogConfig",

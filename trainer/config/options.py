@@ -35,7 +35,7 @@ Change = Literal[
 - schedule: the learning rate of every later step
 - phases: all steps of a phase; refused for phases that have begun, but for their length
 - evaluation: how a validation loss is measured, and how later steps train; see `evaluation_settings`
-- sequences: how documents are packed; the run then begins a new epoch
+- sequences: how documents are packed; the epoch goes on with the documents that are left of it
 - corpus: where the documents are, and which are evaluated; digests tell whether they are still the same
 - model, optimizer, tokenizer, seed, beginning: refused, for the reasons in `trainer/config/resume_changes.py`
 """

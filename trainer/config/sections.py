@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -35,13 +35,36 @@ _MULTIPLE_OF_MEAN = Bound(
 )
 
 
+ChatLoss = Literal["assistant", "all", "last"]
+"""The tokens of a chat that the loss is of."""
+TooLong = Literal["cut", "drop", "refuse"]
+"""What becomes of a chat that is longer than a sequence."""
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """How conversations become tokens, of sources whose format is `chats`."""
+
+    template: str | None = option(None, "corpus")
+    """Path of a chat template. None: the tokenizer's own, in chat_template.jinja or tokenizer_config.json beside it."""
+    loss: ChatLoss = option("assistant", "corpus")
+    """The tokens that the loss is of. assistant: its turns'; all: all tokens; last: the assistant's last turn's."""
+    too_long: TooLong = option("cut", "corpus")
+    """What becomes of a chat that is longer than a sequence. cut: it ends with the last turn of the assistant's that
+    fits, and is dropped where none does; drop: it is left out; refuse: the run doesn't start."""
+
+    def __post_init__(self):
+        if self.template is not None:
+            check_path("data.chat.template", self.template)
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where the documents come from and how they become tokens."""
 
     source: SourceFormat = option("stdlib", "corpus")
     """stdlib: the Python standard library's own sources; the others read `files`. trees: JSON-lines of prompts with
-    weighted completions, each shared prefix once."""
+    weighted completions, each shared prefix once. chats: JSON-lines or Parquet of conversations."""
     files: tuple[str, ...] = option((), "corpus")
     """Globs (`**` allowed) of the training files."""
     validation_files: tuple[str, ...] = option((), "corpus")
@@ -75,6 +98,7 @@ class DataConfig:
     and tell."""
     sources: tuple[SourceConfig, ...] = option((), "corpus")
     """A mixture in the place of `source` and its files, of sources weighted in tokens. Set in a config file."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
 
     def __post_init__(self):
         if self.sources:
@@ -83,7 +107,7 @@ class DataConfig:
             if self.source == "stdlib" and getattr(self, name):
                 raise ValueError(
                     f"data.{name}={name_some(getattr(self, name))} has no effect with data.source='stdlib'; "
-                    "set data.source to text, jsonl, parquet, bin or trees"
+                    "set data.source to text, jsonl, parquet, bin, trees or chats"
                 )
             for pattern in getattr(self, name):
                 _refuse_url(f"data.{name}", pattern)

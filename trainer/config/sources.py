@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-SourceFormat = Literal["stdlib", "text", "jsonl", "parquet", "bin", "trees"]
+SourceFormat = Literal["stdlib", "text", "jsonl", "parquet", "bin", "trees", "chats"]
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Phase:
     num_tokens: int | None = option(None, "schedule", AT_LEAST_1)
     """The length in tokens instead, padding among them; the last step may go past it."""
     sequence_length: int | None = None
-    """As `TrainConfig.sequence_length`."""
+    """As `TrainConfig.sequence_length`. Documents, or sources, go on where they were."""
     batch_size: int | None = None
     """As `TrainConfig.batch_size`."""
     gradient_accumulation: int | None = None
@@ -189,7 +189,7 @@ class TrainConfig:
     description: str = option("", "free")
     """One line printed first: what this run is, and on what hardware it is meant to run."""
     sequence_length: int = option(32_768, "sequences", AT_LEAST_1)
-    """Tokens in each packed sequence."""
+    """Tokens in each packed sequence. Where it changes, the documents that are left of an epoch are packed anew."""
     batch_size: int = option(1, "training", AT_LEAST_1)
     """Sequences in an optimizer step, over all devices and micro-batches."""
     gradient_accumulation: int = option(1, "free", AT_LEAST_1)
@@ -342,15 +342,11 @@ class TrainConfig:
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
             )
-        if self.mesh.context > 1 and self.model.scheduled_window is not None:
+        if self.data.source == "trees" and (window := self.model.scheduled_window) is not None:
             raise ValueError(
-                f"model.masks holds {self.model.scheduled_window!r}, which counts the tokens that a device has, and "
-                f"mesh.context={self.mesh.context} splits sequences; set mesh.context to 1, or use LocalMask"
-            )
-        if self.data.source == "trees" and self.model.scheduled_window is not None:
-            raise ValueError(
-                f"model.masks holds {self.model.scheduled_window!r}, which counts tokens of the sequence, and "
-                "data.source='trees' has other branches between those of a branch; use LocalMask"
+                f"model.masks holds {window!r}, whose width counts tokens of the sequence, and data.source='trees' "
+                "puts other branches between the tokens of a branch; "
+                f"use LocalMask({window.stop - 1}, 0), which counts positions along the branch"
             )
         if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(

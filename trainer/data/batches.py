@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from kernels.context import SequenceSharding
 from trainer.config import SourceConfig, TrainConfig
-from trainer.data.batch_reader import BatchReader, BatchShare, Sequences
+from trainer.data.batch_reader import BatchReader, BatchShare
 from trainer.data.corpora import Corpus
 from trainer.data.mixture_iterator import MixtureIterator
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import PackedIterator, TrainIterator
-from trainer.data.tree_packing import pack
 from trainer.data.validation_set import ValidationSet
 from trainer.errors import UserMistake
 
 _MAX_READ_THREADS = 8
-# In a mixture's stream: half of what grain can count.
+# Half of what grain can count.
 _MAX_SEQUENCES = 2**62
 
 
@@ -89,7 +86,7 @@ def make_train_iterator(
     sharder: SequenceSharder | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> TrainIterator:
-    """Shuffles or draws, batches, reads and prefetches the training split, with grain.
+    """Orders or draws sequences of the training split, and reads them ahead in batches.
 
     Which sequences a batch has depends neither on `indices` nor on `sharder`, and nor does the iterator's state. The
     iterator is at its beginning; `set_state` goes on from another's.
@@ -112,61 +109,27 @@ def make_train_iterator(
     """
     if seed < 0:
         raise UserMistake(f"seed={seed} must not be negative")
-
-    def read_ahead(sequences: Sequences, numbers: Any) -> Any:
-        read = BatchReader.of(sequences, batch_size, indices, sharder)
-        return _read_ahead(numbers, read, batch_size, num_prefetch_batches)
-
-    if sources:
-        return MixtureIterator(
-            corpus,
-            tuple(sources),
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            seed=seed,
-            open_batches=lambda sequences: read_ahead(sequences, _all_numbers()),
-            on_progress=on_progress,
-        )
-    sequences = pack(corpus.train, sequence_length)
-    if len(sequences) < batch_size:
-        on_progress(
-            f"training fills {len(sequences)} of the {batch_size} sequences of {sequence_length:,} tokens that "
-            "batch_size asks for: they repeat within a batch"
-        )
-    return PackedIterator(
-        sequences,
-        lambda position: read_ahead(sequences, _shuffled_numbers(len(sequences), seed)[position:]),
-        batch_size=batch_size,
-        stream={"corpus": corpus.fingerprint, "sequence_length": sequence_length, "seed": seed},
-        tokenizer=corpus.tokenizer.identity,
-        delimiters=corpus.tokenizer.delimiters,
-    )
+    options: dict[str, Any] = {
+        "sequence_length": sequence_length,
+        "batch_size": batch_size,
+        "seed": seed,
+        "open_batches": lambda sequences: _read_ahead(
+            BatchReader.of(sequences, batch_size, indices, sharder), batch_size, num_prefetch_batches
+        ),
+        "on_progress": on_progress,
+    }
+    return MixtureIterator(corpus, tuple(sources), **options) if sources else PackedIterator(corpus, **options)
 
 
-# grain is imported where it is used, because it imports JAX and Orbax, and data must be checked without them.
-def _all_numbers() -> Any:
-    """A grain dataset of the numbers from 0 on."""
-    import grain
-
-    return grain.MapDataset.range(_MAX_SEQUENCES)
-
-
-def _shuffled_numbers(count: int, seed: int) -> Any:
-    """An endless grain dataset of the numbers below a count, in another order in each epoch."""
-    import grain
-
-    # grain seeds epoch e with seed + e. Spreading the seeds keeps runs with seeds 0 and 1 from sharing their epochs.
-    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    return grain.MapDataset.source(range(count)).shuffle(seed=spread).repeat()
-
-
-def _read_ahead(numbers: Any, read: BatchReader, batch_size: int, num_prefetch_batches: int) -> Any:
-    """Batches of the sequences of a grain dataset of numbers, read in threads."""
+def _read_ahead(read: BatchReader, batch_size: int, num_prefetch_batches: int) -> Any:
+    """Batches of the sequences from number 0 on, read in threads."""
+    # It is imported where it is used, because it imports JAX and Orbax, and data must be checked without them.
     import grain
 
     dataset = (
         # The stream is endless. Without drop_remainder grain would round its length up past len()'s limit.
-        numbers.batch(batch_size, drop_remainder=True)
+        grain.MapDataset.range(_MAX_SEQUENCES)
+        .batch(batch_size, drop_remainder=True)
         .map(lambda numbers: read(numbers.tolist()))
         .to_iter_dataset(
             grain.ReadOptions(

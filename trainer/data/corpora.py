@@ -17,6 +17,7 @@ import numpy as np
 from trainer.config import DataConfig
 from trainer.data.bin_files import BinFiles, check_ids, open_bin_files
 from trainer.data.bin_layout import default_end_of_document_id
+from trainer.data.chat_tokenization import ChatTokenizer
 from trainer.data.documents import NONE, Delimiters, Documents, TokenizedFiles
 from trainer.data.files import find_files
 from trainer.data.mixture import Mixture
@@ -189,6 +190,8 @@ def _load_source(
             loaded = _load_bin(config, vocab_size, find_tokenizer, on_progress)
         case "trees":
             loaded = _load_trees(config, find_tokenizer, on_progress)
+        case "chats":
+            loaded = _load_chats(config, find_tokenizer, on_progress)
         case _:
             loaded = _load_text(config, find_tokenizer, on_progress)
     tokenizer, tokenized, validation_tokenized = loaded
@@ -237,6 +240,17 @@ def _load_trees(config: DataConfig, find_tokenizer: _FindTokenizer, on_progress:
     files, validation_files = _find_files(config)
     tokenizer, cache = find_tokenizer(), _token_cache(config, on_progress)
     return tokenizer, tokenize(files), tokenize(validation_files) if validation_files else None
+
+
+def _load_chats(config: DataConfig, find_tokenizer: _FindTokenizer, on_progress: OnProgress) -> _Loaded:
+    files, validation_files = _find_files(config)
+    tokenizer, cache = find_tokenizer(), _token_cache(config, on_progress)
+    chats = ChatTokenizer(config.chat, tokenizer)
+    train, validation = (
+        chats.tokenize(group, cache, on_progress) if group else None for group in (files, validation_files)
+    )
+    assert train is not None, "the config names files"
+    return tokenizer, train, validation
 
 
 def _load_text(config: DataConfig, find_tokenizer: _FindTokenizer, on_progress: OnProgress) -> _Loaded:
@@ -336,10 +350,11 @@ def _split(
         return tokenized.documents, validation.documents, (tokenized.digest, validation.digest)
     documents, fraction = tokenized.documents, config.validation_fraction
     digests = (tokenized.digest, repr(fraction))
-    if len(documents) == 1 and isinstance(documents, Trees):
+    noun = _noun_of(documents)
+    if len(documents) == 1 and noun != "document":
         raise DataError(
-            f"{documents.place_of(0)}: the only tree can't be both trained on and validated with; add trees, or set "
-            "data.validation_files"
+            f"{documents.place_of(0)}: the only {noun} can't be both trained on and validated with; add {noun}s, or "
+            "set data.validation_files"
         )
     if len(documents) == 1:
         on_progress(f"there is one document: its last {fraction:.3%} are held out for validation")
@@ -355,12 +370,16 @@ def _split(
             f"held out for validation instead: {int(held_out.sum())}"
         )
     if held_out.all() or not held_out.any():
-        same = "trees have the same prompt" if isinstance(documents, Trees) else "documents are the same text"
+        same = "trees have the same prompt" if noun == "tree" else f"{noun}s are the same text"
         raise DataError(
             f"data.source={config.source!r}: all {len(documents)} {same}, so none of them would "
             "be new to the model; add documents, or set data.validation_files"
         )
     return documents.select(~held_out), documents.select(held_out), digests
+
+
+def _noun_of(documents: Documents) -> str:
+    return "tree" if isinstance(documents, Trees) else "chat" if documents.chats else "document"
 
 
 def _cut_in_two(documents: Documents, fraction: float, source: str) -> tuple[Documents, Documents]:

@@ -6,9 +6,10 @@ which it would be a whole sequence behind. This order is that of WF²Q (Bennett 
 weighted fair queueing", INFOCOM), and it keeps every source within one sequence's tokens of its share, after every
 piece. (Drawing whatever is furthest behind doesn't: with ten sources, one falls 1.7 sequences behind.)
 
-Of a source, the piece is taken that fits the room best, out of a few documents that wait. If none fits, another source
-that is not ahead may fill the room, as long as all deadlines can still be met. If none of theirs fits, a document is
-cut.
+Of a source, the piece is taken that fits the room best, out of a few documents that wait; an empty sequence begins with
+any of them, so that batches of short sequences have several. If none fits, another source that is not ahead may fill
+the room, as long as all deadlines can still be met. If none of theirs fits, a document is cut, unless it is a chat:
+then the room stays empty.
 
 Everything follows from the seed, the sources and the place that the drawing begins at.
 
@@ -18,18 +19,17 @@ Shapes: D documents of a source, T tokens in a sequence.
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from trainer.config import SourceConfig
-from trainer.data.documents import splitmix64
+from trainer.data.documents import hash_of, shuffled, splitmix64
 from trainer.data.packing import Piece
 from trainer.errors import DataError, DataUsedUpError
 
@@ -193,7 +193,7 @@ class Mixture:
             length = min(source.left(index), room)
             if source is not_ahead[0] or self._meets_deadlines(behind, source, length):
                 return source, index, length
-        if room <= self._length // _PADDED_PART:
+        if room <= self._length // _PADDED_PART or not_ahead[0].is_whole:
             return None
         return not_ahead[0], not_ahead[0].longest(), room
 
@@ -268,12 +268,13 @@ class _Source:
         self.epoch, self._position, self.credit = place.epoch, place.position, place.credit
         self._tokens_by_length = list(place.tokens_by_length)
         if place.position > len(num_targets) or any(
-            document >= len(num_targets) or start >= num_targets[document] for document, start in place.waiting
+            document >= len(num_targets) or start >= max(num_targets[document], 1) for document, start in place.waiting
         ):
             raise ValueError(f"the place in {config.name!r} is past its {len(num_targets)} documents")
         self._waiting = [each for each in place.waiting if self._rates[each[0]] > 0]
         self._lefts = [num_targets.item(document) - start for document, start in self._waiting]
         self.is_over = place.is_over and config.when_exhausted == "stop"
+        self.is_whole = config.format == "chats"  # what lies after a cut would lack the turns before it
         self.share = 0
         self._order: tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]] | None = None  # made when first needed
         if place.is_over and not self.is_over:
@@ -303,11 +304,12 @@ class _Source:
     def best_fit(self, room: int, sequence_length: int) -> int | None:
         """The waiting document whose next piece leaves the least room; None: none fits.
 
-        An empty sequence begins with the first document that fills it, or else with the first one: whatever waits
-        longest. So no document waits for ever for a gap of its size.
+        An empty sequence begins with a document that is drawn at random, by the targets that are left of it. So
+        sequences in a row don't hold the pieces of one long document, and no document waits for a gap of its size.
         """
         if room == sequence_length:
-            return next((index for index, left in enumerate(self._lefts) if left >= room), 0)
+            drawn = hash_of(self._seed, self.config.name, sum(self._tokens_by_length)) % sum(self._lefts)
+            return bisect.bisect_right([*accumulate(self._lefts)], drawn)
         fitting = [left for left in self._lefts if left <= room]
         return self._lefts.index(max(fitting)) if fitting else None
 
@@ -332,16 +334,15 @@ class _Source:
 
     def _make_order(self) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
         """The documents of this epoch, in order, and the rank of each among all documents."""
-        key = hashlib.blake2b(json.dumps([self._seed, self.config.name, self.epoch]).encode(), digest_size=8)
-        documents = splitmix64(np.arange(len(self._num_targets), dtype=np.uint64))
-        order = np.argsort(splitmix64(documents ^ np.frombuffer(key.digest(), "<u8")[0]), kind="stable")
+        order = shuffled(len(self._num_targets), self._seed, self.config.name, self.epoch)
         # All documents are ranked alike whatever is left out, so that a place outlives other weights.
-        ranks = np.flatnonzero(self._are_drawn(documents)[order])
+        ranks = np.flatnonzero(self._are_drawn()[order])
         self._order = order[ranks], ranks
         return self._order
 
-    def _are_drawn(self, documents: np.ndarray) -> Bool[np.ndarray, " D"]:
+    def _are_drawn(self) -> Bool[np.ndarray, " D"]:
         """The documents that come in this epoch: one of a third of the largest weight in every third epoch."""
+        documents = splitmix64(np.arange(len(self._num_targets), dtype=np.uint64))
         # Of few bits, so that the sums are exact where the rate is 1.
         offsets = (documents >> np.uint64(40)).astype(np.float64) / 2**24
         return np.floor((self.epoch + 1) * self._rates + offsets) > np.floor(self.epoch * self._rates + offsets)
@@ -352,6 +353,8 @@ def _rates(source: SourceConfig, num_targets: Int64[np.ndarray, " D"]) -> Float6
     least = np.array([each.min_tokens for each in source.length_weights], np.int64)
     weights = np.array([1.0, *(each.weight for each in source.length_weights)])
     rates = weights[np.searchsorted(least, num_targets, side="right")] * (num_targets > 0)
+    if not num_targets.any():
+        raise DataError(f"data.sources {source.name!r}: no turn of any chat ends within a sequence; make these longer")
     if not rates.any():
         raise DataError(
             f"data.sources {source.name!r}: length_weights leave none of its {len(num_targets):,} training documents, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,40 +85,22 @@ class MixtureIterator(TrainIterator):
     Args:
         corpus: holds the sources.
         sources: to draw from, by name.
-        sequence_length: T.
-        batch_size: sequences in a batch.
-        seed: of the orders.
-        open_batches: makes batches of sequences that are numbered from 0.
         on_progress: called with a line when a source runs dry for the first time.
+        options: as those of `TrainIterator`.
 
     Raises:
         DataError: a source's weights by length leave no document.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        sources: tuple[SourceConfig, ...],
-        *,
-        sequence_length: int,
-        batch_size: int,
-        seed: int,
-        open_batches: Callable[[MixtureSequences], Any],
-        on_progress: OnProgress,
-    ):
+    _sequences: MixtureSequences
+
+    def __init__(self, corpus: Corpus, sources: tuple[SourceConfig, ...], *, on_progress: OnProgress, **options: Any):
         assert {source.name for source in sources} <= corpus.sources.keys(), "phases have the run's sources"
-        self._corpus, self._sources, self._on_progress = corpus, sources, on_progress
-        self._num_targets = {name: each.train.num_targets for name, each in corpus.sources.items()}
-        self._sequence_length, self._seed, self._open_batches = sequence_length, seed, open_batches
-        # A mixture has no epochs: this is how many sequences its documents fill, for who goes on without a mixture.
-        num_sequences = -(-corpus.train.num_tokens // sequence_length)
-        super().__init__(
-            num_sequences,
-            batch_size=batch_size,
-            stream={"corpus": corpus.fingerprint, "sequence_length": sequence_length, "seed": seed},
-            tokenizer=corpus.tokenizer.identity,
-            delimiters=corpus.tokenizer.delimiters,
-        )
+        super().__init__(corpus, **options)
+        self._sources, self._on_progress = sources, on_progress
+        self._num_targets = {
+            name: each.train.within(self._sequence_length).num_targets for name, each in corpus.sources.items()
+        }
         self._go_to(MixturePlace())
 
     def __next__(self) -> BatchShare:
@@ -163,9 +144,9 @@ class MixtureIterator(TrainIterator):
         return self._state_at(place.num_sequences) | {"mixture": mixture}
 
     def set_state(self, state: Any, *, allow_changed: bool = False) -> list[str]:
-        theirs, position, _ = read_state(state)
+        theirs, position = read_state(state)
         self._refuse_seed(theirs.get("seed"))
-        is_same = theirs.get("corpus") == self._stream["corpus"]
+        is_same = theirs.get("corpus") == self._corpus.fingerprint
         if not is_same:
             self._refuse_tokens(state, allow_changed)
         if "mixture" not in state:
@@ -205,8 +186,7 @@ class MixtureIterator(TrainIterator):
 
     def _go_to(self, place: MixturePlace) -> None:
         mixture = self._mixture_at(place)
-        self._sequences = MixtureSequences(self._corpus.train, self._sequence_length, mixture, self._batch_size)
-        self._go_on_with(lambda: self._open_batches(self._sequences))
+        self._go_on_with(MixtureSequences(self._corpus.train, self._sequence_length, mixture, self._batch_size))
 
     def _mixture_at(self, place: MixturePlace) -> Mixture:
         return Mixture(

@@ -4,7 +4,7 @@ A document is cut only if it is longer than a sequence: into full sequences and 
 best-fit decreasing: the longest first, each into the sequence with the least room that still holds it
 (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830). Attention never crosses a
 document and positions start over in each piece, so which documents share a sequence changes no prediction, and one
-plan serves every epoch; their order is what an epoch shuffles.
+plan serves every epoch; the order of the sequences is what an epoch shuffles.
 
 Shapes: D documents, P pieces, S sequences, T tokens in a sequence.
 """
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 
 from trainer.data.documents import Documents
+from trainer.errors import DataError
 
 
 class Piece(NamedTuple):
@@ -161,6 +162,17 @@ class PackedSequences:
         """The numbers of the documents that the pieces of one sequence are of, in order."""
         return self.pieces.document[self.pieces_of(index)]
 
+    def shares_in(self, sequences: Int64[np.ndarray, " N"]) -> Float64[np.ndarray, " D"]:
+        """The share of each document that some sequences hold: 0.0 to 1.0, and 0.0 of one without targets."""
+        are_in = np.zeros(len(self), bool)
+        are_in[sequences] = True
+        pieces = self._pieces_by_sequence[np.repeat(are_in, np.diff(self._ends, prepend=0))]
+        in_these, in_all = (
+            np.bincount(self.pieces.document[each], self.pieces.length[each], len(self.documents))
+            for each in (pieces, slice(None))
+        )
+        return in_these / np.maximum(in_all, 1)
+
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         columns = (self.pieces.document, self.pieces.start, self.pieces.length)
         pieces = self.pieces_of(index)
@@ -184,7 +196,17 @@ class PackedSequences:
         return None
 
     def _cut(self) -> Pieces:
-        return cut_documents(self.documents.num_targets, self.sequence_length)
+        return cut_documents(self.documents.within(self.sequence_length).num_targets, self.sequence_length)
+
+
+def check_lengths(documents: Documents, sequence_length: int) -> None:
+    """Refuses documents that sequences of a length can't hold.
+
+    Raises:
+        DataError: as `Documents.within`, or no turn of a chat fits a sequence.
+    """
+    if not documents.within(sequence_length).num_tokens:
+        raise DataError(f"no turn of any chat ends within sequence_length={sequence_length:,}; raise it")
 
 
 def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from trainer.data.content import open_content
 from trainer.data.files import OpenFile
 from trainer.data.formats import HEAD_BYTES, find_format
@@ -26,7 +28,14 @@ _MAX_LINE_BYTES = 2**28
 _CHECKED_AT_ONCE = 2**20
 _NUM_NAMES_SHOWN = 20
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
-_JSON_NAMES = {dict: "an object", list: "an array", float: "a number", bool: "a boolean", type(None): "null"}
+_JSON_NAMES = {
+    dict: "an object",
+    list: "an array",
+    float: "a number",
+    int: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 _Parsed = TypeVar("_Parsed")
 
@@ -111,6 +120,31 @@ def read_lines(path: Path, parse: Callable[[bytes, LinePlace], _Parsed | None]) 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
     """The text of each row."""
+
+    def choose(schema: Any) -> list[str]:
+        _check_column(path, schema, text_field)
+        return [text_field]
+
+    def texts_of(batch: Any) -> Iterator[Any]:
+        import pyarrow as arrow
+
+        # As bytes, because what a file calls text need not be UTF-8.
+        return (value.as_py() for value in batch.column(0).cast(arrow.large_binary()))
+
+    for row, value in enumerate(read_parquet_rows(path, choose, texts_of)):
+        yield _text_of_row(value, f"{path}: row {row}", text_field)
+
+
+def read_parquet_rows(
+    path: Path, choose: Callable[[Any], list[str]], rows_of: Callable[[Any], Iterator[_Parsed]]
+) -> Iterator[_Parsed]:
+    """The rows of a file.
+
+    Args:
+        path: the file.
+        choose: the file's schema → the columns to read; raises DataError where it lacks them.
+        rows_of: a record batch → its rows.
+    """
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -125,28 +159,28 @@ def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
         if (kind := find_format(head)) is not None and kind.source != "parquet":
             raise DataError(f"{path} is {kind.name}, not Parquet; {kind.remedy}, or leave it out")
         with parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, text_field)
-            # As bytes, because what a file calls text need not be UTF-8.
-            for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-                for value in batch.column(0).cast(arrow.large_binary()):
-                    yield _text_of_row(value.as_py(), f"{path}: row {row}", text_field)
+            for batch in file.iter_batches(batch_size=1024, columns=choose(file.schema_arrow)):
+                for value in rows_of(batch):
+                    yield value
                     row += 1
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not readable as Parquet after row {row}: {error}; write the file again") from error
 
 
-def object_of_line(line: bytes, where: LinePlace) -> dict[str, Any] | None:
-    """The JSON object of a line, its numbers as floats; None: the line is white space."""
+def object_of_line(line: bytes, where: LinePlace, parse_int: Callable[[str], float] = float) -> dict[str, Any] | None:
+    """The JSON object of a line, integers as `parse_int` makes them; None: it is white space."""
     line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line or line.isspace():
         return None
     try:
-        # Python makes no integer of more than 4,300 digits.
-        record = json.loads(_decode(line, where.path, first_line=where.number, offset=where.offset), parse_int=float)
+        text = _decode(line, where.path, first_line=where.number, offset=where.offset)
+        record = json.loads(text, parse_int=parse_int)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{where}: not valid JSON at column {error.colno}: {error.msg}; each line must be one JSON object"
         ) from error
+    except ValueError as error:  # Python makes no integer of more than 4,300 digits
+        raise DataError(f"{where}: a number that can't be read: {error}; drop the document") from error
     except RecursionError as error:
         raise DataError(f"{where}: arrays or objects nested too deep to be read; drop the document") from error
     if not isinstance(record, dict):
@@ -180,6 +214,19 @@ def _text_of_line(line: bytes, where: LinePlace, text_field: str) -> bytes | Non
     if text_field not in record:
         raise DataError(f"{where}: no field {text_field!r}; it has {names_of(list(record))}. Set data.text_field")
     return utf8_of_field(record[text_field], text_field, where)
+
+
+def check_weight(weight: Any, place: str) -> float:
+    """The weight of a loss.
+
+    Raises:
+        DataError: it is no number, or none that the step can have in float32.
+    """
+    if type(weight) not in (int, float):
+        raise DataError(f"{place}: field 'weight' is {json_name(weight)}, expected a number")
+    if not abs(weight) <= float(np.finfo(np.float32).max):
+        raise DataError(f"{place}: weight={weight} is not a finite number in float32; repair or drop it")
+    return float(weight)
 
 
 def json_name(value: Any) -> str:

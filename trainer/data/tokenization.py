@@ -28,6 +28,28 @@ SECONDS_BETWEEN_REPORTS = 5.0
 _Item = TypeVar("_Item")
 
 
+class TokenizingProgress:
+    """Tells every few seconds how far the tokenizing of an entry is.
+
+    Args:
+        noun: of what becomes tokens, in the plural.
+        on_progress: called with a line.
+    """
+
+    def __init__(self, noun: str, on_progress: OnProgress):
+        self._noun, self._on_progress, self._reported = noun, on_progress, time.monotonic()
+
+    def report(self, count: int, num_tokens: int) -> None:
+        """Tells how much is done, if the last line is old."""
+        if time.monotonic() - self._reported > SECONDS_BETWEEN_REPORTS:
+            self._reported = time.monotonic()
+            self._on_progress(f"tokenized {count:,} {self._noun}, {num_tokens:,} tokens")
+
+    def end(self, count: int, num_tokens: int) -> None:
+        """Tells that all is done."""
+        self._on_progress(f"tokenized {count:,} {self._noun}, {num_tokens:,} tokens: done")
+
+
 def document_hash(identity: bytes) -> int:
     """64 bits that place a document in a split: uniform, and the same on every machine."""
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little")
@@ -132,7 +154,8 @@ def get_or_tokenize(
 def _write_entry(
     folder: Path, files: Sequence[Path], source: str, text_field: str, tokenizer: Tokenizer, on_progress: OnProgress
 ) -> dict[str, Any]:
-    digest, tables, num_documents, num_tokens, reported = hashlib.sha256(), [], 0, 0, time.monotonic()
+    digest, tables, num_documents, num_tokens = hashlib.sha256(), [], 0, 0
+    progress = TokenizingProgress("documents", on_progress)
     with (folder / "tokens.bin").open("wb") as file:
         for tokens, chunk in encode_documents(_documents_of(files, source, text_field), tokenizer):
             file.write(tokens.data)
@@ -140,15 +163,13 @@ def _write_entry(
             tables.append(chunk)
             num_documents, num_tokens = num_documents + len(chunk), num_tokens + len(tokens)
             del tokens
-            if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
-                reported = time.monotonic()
-                on_progress(f"tokenized {num_documents:,} documents, {num_tokens:,} tokens")
+            progress.report(num_documents, num_tokens)
     if not num_documents:
         raise DataError(f"{files[0]}: every document in {count_noun(files, 'file')} is empty; add some text")
     table = np.concatenate(tables)
     digest.update(table["length"].tobytes())
     np.save(folder / "documents.npy", table)
-    on_progress(f"tokenized {num_documents:,} documents, {num_tokens:,} tokens: done")
+    progress.end(num_documents, num_tokens)
     return {"digest": digest.hexdigest()}
 
 

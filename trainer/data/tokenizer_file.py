@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def set_tokens_before_text(tokenizer: dict[str, Any], before: Sequence[_Named]) 
     }
 
 
-def without_spelling(tokenizer_json: str, tokens: Collection[str]) -> str:
+def respell(tokenizer_json: str, names: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """A `tokenizer.json` with other names for some tokens, so that no text becomes them.
 
     Their ids stay. Merges that make or use them are left out, so that BPE makes other tokens of such text. A token of
@@ -110,15 +109,18 @@ def without_spelling(tokenizer_json: str, tokens: Collection[str]) -> str:
 
     Args:
         tokenizer_json: as `tokenizers` writes it.
-        tokens: their names.
+        names: the tokens, and for each a name that no text holds.
+
+    Returns:
+        The content, and those of the names that it has.
     """
     tokenizer = json.loads(tokenizer_json)
     model = tokenizer["model"]
     prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     fallback = _BYTE_TOKENS if model.get("byte_fallback") else frozenset()
     other = {
-        token: uuid.uuid4().hex  # which no text holds
-        for token in tokens
+        token: name
+        for token, name in names.items()
         if len(token.removeprefix(prefix).removesuffix(suffix)) > 1 and token not in fallback
     }
     if isinstance(model["vocab"], dict):
@@ -136,4 +138,4 @@ def without_spelling(tokenizer_json: str, tokens: Collection[str]) -> str:
     for added in tokenizer["added_tokens"]:
         added["content"] = other.get(added["content"], added["content"])
     tokenizer["post_processor"] = None
-    return json.dumps(tokenizer)
+    return json.dumps(tokenizer), other

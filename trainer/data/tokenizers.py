@@ -6,7 +6,8 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +24,9 @@ from trainer.data.tokenizer_file import (
     CONFIG_NAME,
     MAX_FILE_BYTES,
     read_stated,
+    respell,
     stated_token,
     tokens_around_text,
-    without_spelling,
 )
 from trainer.errors import DataError
 
@@ -243,26 +244,40 @@ class HuggingFaceTokenizer:
         """The name of a token."""
         return None if token_id is None else self._tokenizer.id_to_token(token_id)
 
-    def _stays_text(self, ids: Sequence[int] | np.ndarray) -> bool:
-        return not self._is_reserved[np.asarray(ids, np.int64)].any()
+    def special_names(self) -> list[str]:
+        """The added tokens, by name, that no user's text may become: special ones, and those around documents."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return [each.content for i, each in added.items() if each.special or i in self.delimiters.ids]
 
-    def _encode_literally(self, text: str) -> list[int]:
-        """Ids of a text that the model, or an added token that isn't special, takes for a reserved token."""
-        ids = self._literal.encode(text, add_special_tokens=False).ids
+    def respelled(self, names: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+        """This tokenizer, of the library's class, with other names for some tokens; see `respell`."""
+        content, used = respell(self._tokenizer.to_str(), names)
+        return type(self._tokenizer).from_str(content), used
+
+    def check_text(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Raises ValueError for ids that no text may become."""
         if not self._stays_text(ids):
             token = next(i for i in ids if self._is_reserved[i])
             raise ValueError(
                 f"only token {token} ({self.token(token)!r}) can stand for a part of it, and that is special or "
                 f"begins or ends documents ({self.delimiters})"
             )
+
+    def _stays_text(self, ids: Sequence[int] | np.ndarray) -> bool:
+        return not self._is_reserved[np.asarray(ids, np.int64)].any()
+
+    def _encode_literally(self, text: str) -> list[int]:
+        """Ids of a text that the model, or an added token that isn't special, takes for a reserved token."""
+        ids = self._literal.encode(text, add_special_tokens=False).ids
+        self.check_text(ids)
         return ids
 
     @functools.cached_property
     def _literal(self) -> Any:
         """The tokenizer for text that spells reserved tokens."""
         names = [self.token(int(i)) for i in np.flatnonzero(self._is_reserved)]
-        tokens = {name for name in names if name is not None}
-        literal = type(self._tokenizer).from_str(without_spelling(self._tokenizer.to_str(), tokens))
+        tokens = [name for name in names if name is not None]
+        literal, _ = self.respelled({token: uuid.uuid4().hex for token in tokens})
         literal.encode_special_tokens = True
         return literal
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from typing import Any
 
-from trainer.data.batch_reader import BatchShare
-from trainer.data.documents import Delimiters
-from trainer.data.packing import PackedSequences
+from trainer.data.batch_reader import BatchShare, Sequences
+from trainer.data.corpora import Corpus
+from trainer.data.epochs import EpochPlace, Epochs
+from trainer.data.token_cache import OnProgress
+from trainer.data.tree_packing import pack
 from trainer.errors import DataError
 
 # Half of what grain can count, so that no place is near the end of its endless stream.
@@ -23,21 +24,27 @@ class TrainIterator:
     Batches are prepared ahead by threads, and `get_state` speaks of the batches handed out, not of those prepared.
 
     Args:
-        num_sequences: sequences in an epoch.
+        corpus: the corpus.
+        sequence_length: tokens in a sequence.
         batch_size: sequences in a batch.
-        stream: says which sequences these are: equal only if they are.
-        tokenizer, delimiters: of the documents.
-
-    Attributes:
-        num_sequences: sequences in an epoch.
+        seed: of the order.
+        open_batches: makes batches of the sequences from number 0 on.
     """
 
+    _sequences: Any
+    """Those from the place that the iterator went to on."""
+
     def __init__(
-        self, num_sequences: int, *, batch_size: int, stream: dict[str, Any], tokenizer: str, delimiters: Delimiters
+        self,
+        corpus: Corpus,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        seed: int,
+        open_batches: Callable[[Sequences], Any],
     ):
-        self.num_sequences = num_sequences
-        self._batch_size, self._stream, self._tokenizer, self._delimiters = batch_size, stream, tokenizer, delimiters
-        self._open: Callable[[], Any] = lambda: iter(())
+        self._corpus, self._sequence_length, self._batch_size, self._seed = corpus, sequence_length, batch_size, seed
+        self._open_batches = open_batches
         self._batches: Any = None  # opened when first needed
 
     def __iter__(self) -> TrainIterator:
@@ -45,7 +52,7 @@ class TrainIterator:
 
     def __next__(self) -> BatchShare:
         if self._batches is None:
-            self._batches = self._open()
+            self._batches = self._open_batches(self._sequences)
         return next(self._batches)
 
     @property
@@ -106,51 +113,53 @@ class TrainIterator:
         if self._batches is not None:
             self._batches.close()
 
-    def _go_on_with(self, open_batches: Callable[[], Any]) -> None:
-        """Hands out other batches from here on."""
+    def _go_on_with(self, sequences: Sequences) -> None:
+        """Hands out batches of other sequences from here on."""
         self.close()
-        self._open, self._batches = open_batches, None
+        self._sequences, self._batches = sequences, None
 
     def _num_read(self) -> int:
         """Sequences of the batches handed out since `_go_on_with`."""
         return 0 if self._batches is None else self._batches.get_state()["next_index"] * self._batch_size
 
     def _state_at(self, position: int) -> dict[str, Any]:
+        tokenizer = self._corpus.tokenizer
+        stream = {"corpus": self._corpus.fingerprint, "sequence_length": self._sequence_length, "seed": self._seed}
         return {
-            "stream": dict(self._stream),
-            "tokenizer": self._tokenizer,
-            "delimiters": list(self._delimiters),
+            "stream": stream,
+            "tokenizer": tokenizer.identity,
+            "delimiters": list(tokenizer.delimiters),
             "position": position,
-            "num_sequences": self.num_sequences,
         }
 
     def _refuse_seed(self, theirs: Any) -> None:
-        if theirs != self._stream["seed"]:
+        if theirs != self._seed:
             raise DataError(
-                f"the saved data state has seed={theirs!r} but this run has {self._stream['seed']!r}: a place in "
+                f"the saved data state has seed={theirs!r} but this run has {self._seed!r}: a place in "
                 "another order; go back to the seed that the checkpoint was made with, or start in a new workdir"
             )
 
     def _refuse_tokens(self, state: dict[str, Any], allow_changed: bool) -> None:
         """Refuses other documents of another tokenizer; other delimiters, too, unless `allow_changed` is set."""
-        if state["tokenizer"] != self._tokenizer:
+        ours = self._corpus.tokenizer
+        if state["tokenizer"] != ours.identity:
             raise DataError(
                 f"the checkpoint's tokens were made by tokenizer {state['tokenizer']!r}, and this run's by "
-                f"{self._tokenizer!r} (library, its version, and the file's SHA-256): the model doesn't know them; go "
+                f"{ours.identity!r} (library, its version, and the file's SHA-256): the model doesn't know them; go "
                 "back to that tokenizer, or start in a new workdir"
             )
         # States before 2026-11-29 lack the delimiters. Documents then began with the token that ended them.
-        delimiters = state.get("delimiters", [self._delimiters.end] * 2)
-        if not allow_changed and delimiters != list(self._delimiters):
+        delimiters = state.get("delimiters", [ours.delimiters.end] * 2)
+        if not allow_changed and delimiters != list(ours.delimiters):
             raise DataError(
                 f"the checkpoint's documents begin and end with tokens {str(delimiters)[:40]}, and this run's with "
-                f"{list(self._delimiters)}; set data.begin_of_document_token and data.end_of_document_token to the "
+                f"{list(ours.delimiters)}; set data.begin_of_document_token and data.end_of_document_token to the "
                 "former, or go on with a new epoch of what is there now: --data.allow-changed True"
             )
 
     def _refuse_documents(self, theirs: Any, of: str = "") -> None:
         raise DataError(
-            f"the saved data state has corpus={theirs!r} but this run has {self._stream['corpus']!r}: the "
+            f"the saved data state has corpus={theirs!r} but this run has {self._corpus.fingerprint!r}: the "
             f"documents{of}, or their split, have changed since the checkpoint; put them back, or go on with a new "
             "epoch of those that are there now: --data.allow-changed True"
         )
@@ -162,87 +171,104 @@ class PackedIterator(TrainIterator):
     Every epoch visits every sequence once, in an order of its own; a batch may span two epochs, or more of them where
     an epoch has fewer sequences than a batch.
 
-    It goes to every place in the same short time. If the sequences have changed, there is no such place, and a new
-    epoch begins. Another sequence length always changes them. Other documents change them too, and are refused unless
-    that is allowed.
+    A state can be taken up under another sequence length: the epoch goes on with the documents that are left of it, as
+    `trainer.data.epochs` describes. Other documents begin an epoch, and are refused unless that is allowed.
 
     Args:
-        sequences: the packed sequences.
-        open_at: makes batches from a position on.
+        corpus: the corpus.
+        on_progress: called with a line if the documents don't fill a batch, so that sequences repeat within it.
         options: as those of `TrainIterator`.
     """
 
-    def __init__(self, sequences: PackedSequences, open_at: Callable[[int], Any], **options: Any):
-        super().__init__(len(sequences), **options)
-        self._padding_fraction, self._sharing = sequences.padding_fraction, sequences.sharing()
-        self._open_at = open_at
-        self._go_to(0)
+    _sequences: Epochs
+
+    def __init__(self, corpus: Corpus, *, on_progress: OnProgress, **options: Any):
+        super().__init__(corpus, **options)
+        self._packed = pack(corpus.train, self._sequence_length)
+        self._go_to(EpochPlace())
+        if (num_sequences := len(self._packed)) < self._batch_size:
+            on_progress(
+                f"training fills {num_sequences} of the {self._batch_size} sequences of {self._sequence_length:,} "
+                "tokens that batch_size asks for: they repeat within a batch"
+            )
 
     @property
     def padding_fraction(self) -> float:
-        return self._padding_fraction
+        return self._packed.padding_fraction
 
     def sharing(self) -> dict[str, int] | None:
-        return self._sharing
+        return self._packed.sharing()
 
     def get_state(self) -> dict[str, Any]:
-        return self._state_at(self._start + self._num_read())
+        num_read = self._num_read()
+        return self._state_at(self._start + num_read) | self._sequences.place(num_read).to_json()
 
     def set_state(self, state: Any, *, allow_changed: bool = False) -> list[str]:
-        theirs, position, num_sequences = read_state(state)
-        notes = []
-        changed = [name for name in self._stream if theirs.get(name) != self._stream[name]]
-        if changed or "mixture" in state:
-            self._refuse_seed(theirs.get("seed"))
-            if "corpus" in changed:
-                self._refuse_tokens(state, allow_changed)
-                if not allow_changed:
-                    self._refuse_documents(theirs.get("corpus"))
-            changed = changed or ["mixture"]
-            remedy = "; data.sources, of one source too, would go on with the documents that are left"
-            num_epochs = position / num_sequences
-            epoch = min(math.ceil(num_epochs), _MAX_POSITION // self.num_sequences)
-            notes.append(
-                f"the sequences are other ones than before ({' and '.join(changed)} changed): the run has seen about "
-                f"{num_epochs:.2f} epochs of those before and begins epoch {epoch + 1} with the new ones, none left "
-                "out, so that what it has seen of an unfinished epoch comes again"
-                + (remedy if changed == ["sequence_length"] else "")
-            )
-            if "corpus" in changed:
-                notes.append(
-                    "the validation documents may be other ones, too, and such as have been trained on: losses don't "
-                    "compare with those up to here"
-                )
-            position = epoch * self.num_sequences
-        self._go_to(position)
-        return notes
+        theirs, position = read_state(state)
+        self._refuse_seed(theirs.get("seed"))
+        is_same = theirs.get("corpus") == self._corpus.fingerprint
+        if not is_same:
+            self._refuse_tokens(state, allow_changed)
+            if not allow_changed:
+                self._refuse_documents(theirs.get("corpus"))
+        try:
+            # The corpus of a mixture is another one.
+            place = EpochPlace() if "mixture" in state and not is_same else EpochPlace.from_json(state)
+            self._go_to(place if is_same else EpochPlace(place.epoch + bool(place.read)), position)
+        except (TypeError, KeyError, ValueError) as error:
+            raise unreadable(error) from error
+        if is_same:
+            return self._describe_length(place.epoch + 1, theirs.get("sequence_length"))
+        return [
+            (
+                "the documents are other ones than before (corpus changed): an epoch begins with them, none left out, "
+                "so that what was read of an unfinished one comes again"
+            ),
+            (
+                "the validation documents may be other ones, too, and such as have been trained on: losses don't "
+                "compare with those up to here"
+            ),
+        ]
 
     def skip(self, num_batches: int) -> None:
-        self._go_to(self._start + self._num_read() + num_batches * self._batch_size)
+        num_read = self._num_read() + num_batches * self._batch_size
+        self._go_to(self._sequences.place(num_read), self._start + num_read)
 
-    def _go_to(self, position: int) -> None:
+    def _go_to(self, place: EpochPlace, position: int = 0) -> None:
+        self._go_on_with(Epochs(self._packed, self._seed, place))
         self._start = position
-        self._go_on_with(lambda: self._open_at(position))
+
+    def _describe_length(self, epoch: int, before: Any) -> list[str]:
+        """A line if the sequences have another length than before."""
+        if before == self._sequence_length:
+            return []
+        num_left = len(self._sequences.rest.documents)
+        return [
+            (
+                f"documents are packed into sequences of {self._sequence_length:,} tokens (sequence_length={before} "
+                f"before): epoch {epoch} goes on with {num_left:,} of its {len(self._corpus.train):,} documents, those "
+                "that are left"
+            )
+        ]
 
 
-def read_state(state: Any) -> tuple[dict[str, Any], int, int]:
-    """The stream, the position and the sequences of an epoch that a state holds.
+def read_state(state: Any) -> tuple[dict[str, Any], int]:
+    """The stream and the position that a state holds.
 
     Raises:
         DataError: it is no state.
     """
     try:
-        stream, position, num_sequences = (state[name] for name in ("stream", "position", "num_sequences"))
+        stream, position = state["stream"], state["position"]
         if "tokenizer" not in state:
             raise KeyError("tokenizer")
         if not isinstance(stream, dict):
             raise TypeError(f"stream={stream!r}")
-        for count, least in ((position, 0), (num_sequences, 1)):
-            if type(count) is not int or not least <= count <= _MAX_POSITION:
-                raise ValueError(f"{count!r} is no count of sequences")
+        if type(position) is not int or not 0 <= position <= _MAX_POSITION:
+            raise ValueError(f"{position!r} is no count of sequences")
     except (TypeError, KeyError, ValueError) as error:
         raise unreadable(error) from error
-    return stream, position, num_sequences
+    return stream, position
 
 
 def unreadable(error: Exception) -> DataError:

@@ -23,28 +23,12 @@ from jaxtyping import Bool, Int64, Shaped
 from trainer.data.documents import Documents
 from trainer.data.packing import PackedSequences, Pieces, empty_sequence
 from trainer.data.trees import Trees, leaves_of
-from trainer.errors import DataError
 
 
 def pack(documents: Documents, sequence_length: int, group_sizes: Sequence[int] | None = None) -> PackedSequences:
-    """The packed sequences of documents or trees. Arguments are as in `PackedSequences`."""
+    """The packed sequences of documents or trees. Arguments are as in `PackedSequences`, errors as in `within`."""
     kind = PackedTrees if isinstance(documents, Trees) else PackedSequences
     return kind(documents, sequence_length, group_sizes)
-
-
-def check_branches(documents: Documents, sequence_length: int) -> None:
-    """Refuses trees of which a branch is longer than a sequence.
-
-    Raises:
-        DataError: there is one; names the longest.
-    """
-    if isinstance(documents, Trees) and documents.longest > sequence_length:
-        longest = documents.trees["longest_branch"]
-        raise DataError(
-            f"{documents.place_of(int(np.argmax(longest)))}: a branch has {documents.longest:,} tokens, more than "
-            f"sequence_length={sequence_length:,} ({(longest > sequence_length).sum():,} such trees); raise "
-            f"sequence_length to at least {documents.longest}, or shorten the prompt or the completion"
-        )
 
 
 class PackedTrees(PackedSequences):
@@ -100,8 +84,7 @@ class PackedTrees(PackedSequences):
         }
 
     def _cut(self) -> Pieces:
-        trees, length = self.documents.trees, self.sequence_length
-        check_branches(self.documents, length)
+        trees, length = self.documents.within(self.sequence_length).trees, self.sequence_length
         parts: list[tuple[int, int, int]] = []
         self._stops: list[int] = []  # the branch behind each part's last
         num_targets_of = self.documents.num_targets

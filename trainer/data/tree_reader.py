@@ -10,14 +10,11 @@ by default, 0 for a prompt. Other fields are passed over.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from trainer.data.readers import LinePlace, json_name, names_of, object_of_line, read_lines, utf8_of_field
+from trainer.data.readers import LinePlace, check_weight, json_name, names_of, object_of_line, read_lines, utf8_of_field
 from trainer.errors import DataError
 
 
@@ -76,7 +73,13 @@ def _tree_of_line(line: bytes, where: LinePlace) -> TextTree | None:
         completions = node.get("completions", [])
         if not isinstance(completions, list):
             raise DataError(f"{place}: field 'completions' is {json_name(completions)}, expected an array")
-        nodes.append(TextNode(parent, utf8_of_field(node[field], field, place), _weight(node, bool(name), place)))
+        nodes.append(
+            TextNode(
+                parent,
+                utf8_of_field(node[field], field, place),
+                check_weight(node.get("weight", float(bool(name))), place),
+            )
+        )
         prefix = f"{name}.completions" if name else "completions"
         waiting += [
             (each, len(nodes) - 1, f"{prefix}[{index}]") for index, each in reversed(list(enumerate(completions)))
@@ -84,13 +87,3 @@ def _tree_of_line(line: bytes, where: LinePlace) -> TextTree | None:
         if not name and not completions:
             raise DataError(f"{place}: no completions of its prompt; give one at least, or drop the tree")
     return TextTree(nodes, where)
-
-
-def _weight(node: dict[str, Any], is_completion: bool, place: str) -> float:
-    weight = node.get("weight", float(is_completion))
-    if type(weight) is not float:
-        raise DataError(f"{place}: field 'weight' is {json_name(weight)}, expected a number")
-    # The step has it in float32.
-    if not math.isfinite(weight) or abs(weight) > float(np.finfo(np.float32).max):
-        raise DataError(f"{place}: weight={weight} is not a finite number in float32; repair or drop the completion")
-    return weight

@@ -6,7 +6,6 @@ An entry holds tokens.bin (the ids of all trees, flat) and the tables documents.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 
 from trainer.data.documents import DOCUMENT_DTYPE, Delimiters, TokenizedFiles
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
-from trainer.data.tokenization import SECONDS_BETWEEN_REPORTS, chunks, count_noun, document_hash, get_or_tokenize
+from trainer.data.tokenization import TokenizingProgress, chunks, count_noun, document_hash, get_or_tokenize
 from trainer.data.tokenizers import Tokenizer, token_dtype
 from trainer.data.tree_reader import TextTree, read_trees
 from trainer.data.trees import NODE_DTYPE, TREE_DTYPE, Trees, are_leaves
@@ -56,7 +55,7 @@ def tokenize_trees(
 
 
 def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_progress: OnProgress) -> dict[str, Any]:
-    digest, num_tokens, num_nodes, reported = hashlib.sha256(), 0, 0, time.monotonic()
+    digest, num_tokens, num_nodes, progress = hashlib.sha256(), 0, 0, TokenizingProgress("trees", on_progress)
     number_of = {path: number for number, path in enumerate(files)}
     documents: list[tuple[int, ...]] = []
     trees: list[tuple[int, ...]] = []
@@ -74,9 +73,7 @@ def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_p
                 trees.append((number_of[tree.line.path], tree.line.number, num_nodes, *counts))
                 nodes.append(of_tree)
                 num_tokens, num_nodes = num_tokens + len(tokens), num_nodes + len(of_tree)
-            if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
-                reported = time.monotonic()
-                on_progress(f"tokenized {len(trees):,} trees, {num_tokens:,} tokens")
+            progress.report(len(trees), num_tokens)
     all_nodes = np.concatenate(nodes)
     if not all_nodes["weight"].any():
         raise DataError(f"{files[0]}: every token in {count_noun(files, 'file')} has weight 0; give one a weight")
@@ -84,7 +81,7 @@ def _write_entry(folder: Path, files: Sequence[Path], tokenizer: Tokenizer, on_p
     np.save(folder / "documents.npy", np.array(documents, DOCUMENT_DTYPE))
     np.save(folder / "trees.npy", np.array(trees, TREE_DTYPE))
     np.save(folder / "nodes.npy", all_nodes)
-    on_progress(f"tokenized {len(trees):,} trees, {num_tokens:,} tokens: done")
+    progress.end(len(trees), num_tokens)
     return {"digest": digest.hexdigest()}
 
 

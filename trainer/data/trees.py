@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from trainer.data.documents import Documents
+from trainer.errors import DataError
 
 # Tokens count from the tree's first, nodes from its root. `first` and `stop` bound a node's own tokens, `subtree_stop`
 # is the node behind its subtree, and `position` is the index of its first token in its branches.
@@ -66,6 +67,21 @@ class Trees(Documents):
 
     def select(self, chosen: Bool[np.ndarray, " D"]) -> Trees:
         return dataclasses.replace(self, table=self.table[chosen], trees=self.trees[chosen])
+
+    def within(self, sequence_length: int) -> Trees:
+        """These trees, of which none has a branch that is longer than a sequence.
+
+        Raises:
+            DataError: one has; names that of the longest.
+        """
+        if self.longest > sequence_length:
+            longest = self.trees["longest_branch"]
+            raise DataError(
+                f"{self.place_of(int(np.argmax(longest)))}: a branch has {self.longest:,} tokens, more than "
+                f"sequence_length={sequence_length:,} ({(longest > sequence_length).sum():,} such trees); raise "
+                f"sequence_length to at least {self.longest}, or shorten the prompt or the completion"
+            )
+        return self
 
     def as_texts(self) -> Documents:
         """The first branch of each tree, which the tree begins with."""

@@ -38,14 +38,14 @@ def estimate_of_mixture(sources: Sequence[tuple[float, Int64[np.ndarray, " V"]]]
     Args:
         sources: of each, its share of the targets and how often each token is a target in it. The shares sum to 1.
     """
-    probabilities = sum(share * (counts / counts.sum()) for share, counts in sources)
+    probabilities = sum(share * (counts / max(counts.sum(), 1)) for share, counts in sources)
     probabilities = probabilities[probabilities > 0]
     num_tokens = sum(int(counts.sum()) for _, counts in sources)
     return UnigramEstimate(float(-(probabilities * np.log(probabilities)).sum()), num_tokens)
 
 
 def count_targets(documents: Documents, vocab_size: int, max_tokens: int = 2**26) -> Int64[np.ndarray, " V"]:
-    """How often each token is a target.
+    """How often each token is a target whose weight isn't 0.
 
     Beyond `max_tokens` targets it is counted on 1024 evenly spaced windows of as many targets in all, so that a corpus
     of any size opens in about the same time.
@@ -71,12 +71,13 @@ def count_targets(documents: Documents, vocab_size: int, max_tokens: int = 2**26
 
 
 def _targets(documents: Documents, ends: Int64[np.ndarray, " D"], start: int, stop: int) -> np.ndarray:
-    """Targets [start, stop) of all documents' targets laid end to end."""
+    """Those of the targets [start, stop) of all documents' targets, laid end to end, whose weight isn't 0."""
     parts = []
     document = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
         first = int(ends[document - 1]) if document else 0
         part_stop = min(stop, int(ends[document]))
-        parts.append(documents.stream(document, start - first + 1, part_stop - first + 1))
+        tokens = documents.stream(document, start - first + 1, part_stop - first + 1)
+        parts.append(tokens[documents.weights(document, start - first, part_stop - start) != 0])
         start, document = part_stop, document + 1
     return np.concatenate(parts)

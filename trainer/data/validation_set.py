@@ -111,14 +111,14 @@ class ValidationSet:
         return shares
 
     def count_bytes(self, tokenizer: Tokenizer) -> int | None:
-        """Bytes of the text that the sequences' targets stand for; None where no tokenizer is known, and of trees.
+        """Bytes of the text that the sequences' targets stand for; None for trees, chats, and an unknown tokenizer.
 
         The text of a whole document is known where it was tokenized here; parts of documents are decoded.
 
         Args:
             tokenizer: of the corpus.
         """
-        if isinstance(self.sequences, PackedTrees):
+        if isinstance(self.sequences, PackedTrees) or self.sequences.documents.are_chats.any():
             return None
         documents, pieces, num_bytes = self.sequences.documents, self.sequences.pieces, 0
         num_before = int(documents.delimiters.begin is not None)

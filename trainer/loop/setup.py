@@ -82,7 +82,7 @@ class Setup:
             "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
             **self.plan.to_json(),
-            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction} | self._sharing(),
+            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction} | self._counts(),
         }
 
     def phase_to_json(self) -> dict[str, Any]:
@@ -94,19 +94,23 @@ class Setup:
             "sequence_length": self.config.sequence_length,
             "mesh": dict(self.functions.mesh.shape),
             **self.plan.to_json(),
-            **self._sharing(),
+            **self._counts(),
         }
 
-    def _sharing(self) -> dict[str, Any]:
-        sharing = self.batches.sharing()
-        return {} if sharing is None else {"sharing": sharing}
+    def _counts(self) -> dict[str, Any]:
+        """What trees share, and which chats are longer than a sequence."""
+        sharing, cuts = self.batches.sharing(), self.corpus.train.cuts(self.config.sequence_length)
+        found = {"sharing": sharing, "chats": cuts}
+        return {name: counts for name, counts in found.items() if counts is not None}
 
     def describe_phase(self) -> str:
         """A line for the beginning of the phase."""
         config, phase = self.config, self.phase
+        cuts = _describe_cuts(self.corpus.train.cuts(config.sequence_length))
         return (
             f"phase {phase.index + 1} of {len(self.run.phases)}: steps {phase.first_step + 1} to {phase.last_step}, "
             f"{config.batch_size} × {config.sequence_length:,} tokens"
+            + "".join(f"; {name}: {line}" for name, line in cuts.items())
         )
 
     def facts(self) -> dict[str, str | list[str]]:
@@ -127,12 +131,27 @@ class Setup:
             f"{data['tokenizer']} tokenizer, documents {self.corpus.tokenizer.delimiters}, "
             f"unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
             **_describe_sharing(self.batches.sharing()),
+            **_describe_cuts(self.corpus.train.cuts(config.sequence_length)),
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"
             + (f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""),
             "memory": f"{format_bytes(state_bytes)} of state and {format_bytes(gradient_bytes)} of gradients "
             "per device, before activations"
             + (f"; {format_bytes(host_bytes)} of state per device in the host's memory" if host_bytes else ""),
         }
+
+
+def _describe_cuts(cuts: dict[str, int] | None) -> dict[str, str]:
+    """A line for the training chats; none where there are none."""
+    if cuts is None:
+        return {}
+    num_cut, num_dropped = cuts["num_chats_cut"], cuts["num_chats_dropped"]
+    line = f"{cuts['num_chats']:,}"
+    if num_cut or num_dropped:
+        line += (
+            f", of which {num_cut + num_dropped:,} longer than a sequence: {num_cut:,} cut at a turn, {num_dropped:,} "
+            f"dropped ({cuts['num_tokens_left_out']:,} tokens left out)"
+        )
+    return {"chats": line}
 
 
 def _describe_sharing(sharing: dict[str, int] | None) -> dict[str, str]:

@@ -121,7 +121,8 @@ class Evaluation:
     nats_per_token: float
     """Mean negative log-likelihood of a target; targets count by their weights."""
     bits_per_byte: float | None
-    """Bits per byte of text, which don't depend on the tokenizer; None if the text isn't known."""
+    """Bits per byte of text, which don't depend on the tokenizer; None: the text isn't known, or the data is trees, of
+    whose text only a part is predicted."""
     num_targets: int
     """Tokens predicted: targets whose weight isn't 0."""
     nats_per_token_by_source: Mapping[str, float] = field(default_factory=dict)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from trainer.config import TrainConfig
 from trainer.data import BatchShare, Corpus, TrainIterator, make_train_batches
+from trainer.data.packing import check_lengths
 from trainer.data.token_cache import OnProgress
-from trainer.data.tree_packing import check_branches
 from trainer.loop.initial_params import take_up_data
 from trainer.saved_run import open_saved_run
 
@@ -29,7 +29,7 @@ def open_batches(run: TrainConfig, phase: int, corpus: Corpus, on_progress: OnPr
     """
     phases = run.in_phases()
     for each in phases:
-        check_branches(corpus.train, each.config.sequence_length)
+        check_lengths(corpus.train, each.config.sequence_length)
     batches = make_train_batches(phases[0].config, corpus, on_progress)
     if run.init_from is not None and run.init_optimizer == "carry":
         saved = open_saved_run(Path(run.init_from).expanduser().absolute(), setting="init_from")

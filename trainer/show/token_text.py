@@ -33,7 +33,7 @@ class TokenText(NamedTuple):
 def texts_of(
     tokenizer: Tokenizer, ids: Int32[np.ndarray, " L"], weights: Float32[np.ndarray, " L"], before: Sequence[int] = ()
 ) -> list[TokenText]:
-    """The texts of tokens, which joined are what the tokenizer decodes.
+    """The texts of tokens, which joined are what the tokenizer decodes, but that U+FFFD may come more often.
 
     Args:
         tokenizer: of the tokens. One that isn't known has the ids themselves for texts.

@@ -3,7 +3,7 @@
 The model is split into its structure, in `StepContext`, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, weights, segment_ids and positions,
 as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`. A batch of trees also
-has q_end, by which attention stays within branches. The step adds the width of a scheduled window, [batch, 1].
+has q_end, by which attention stays within branches. The step adds k_start, by which it stays within a scheduled window.
 
 The loss is the sum of the targets' losses times their weights over that of the weights' absolute values, in training
 and evaluation. Both sums are of all micro-batches and devices, so no partition of a batch changes the loss.
@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Bounds, window_bounds
+from kernels import Bounds
 from kernels.loss.exp_logits import ExpLogits
 from kernels.tracing.number_types import at_least_float32
 from layers import GPT
@@ -217,12 +217,14 @@ def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple
 
 
 def with_window(context: StepContext, batch: Batch, step: Int[Array, ""]) -> Batch:
-    """The batch, with the width that the scheduled window has at a step, if there is one."""
+    """The batch, with the first key of each query's scheduled window at a step, if there is such a window."""
     window = context.config.model.scheduled_window
     if window is None:
         return batch
-    # One for each sequence, so that it goes to devices and micro-batches as the tokens do.
-    return batch | {"window": jnp.full((len(batch["tokens"]), 1), window.width(step))}
+    batch_size, length = batch["tokens"].shape
+    # An index in the sequence, whichever device has the token. It goes to devices and micro-batches as the tokens do.
+    index = batch.get("token_order", jnp.arange(length, dtype=jnp.int32))
+    return batch | {"k_start": jnp.broadcast_to(index - (window.width(step) - 1), (batch_size, length))}
 
 
 def training_loss(
@@ -266,13 +268,12 @@ def run_model(
 
 
 def bounds_of(context: StepContext, batch: Batch) -> Bounds | list[Bounds | None] | None:
-    """The bounds that keep trees' branches apart, or those that narrow scheduled windows to the batch's width."""
-    if "q_end" in batch:
-        return Bounds(q_end=batch["q_end"])
-    if "window" not in batch:
+    """The bounds that a batch has: for all layers, or for those whose mask has the scheduled window."""
+    bounds, model = Bounds(**{name: batch[name] for name in Bounds._fields if name in batch}), context.config.model
+    if not bounds.given:
         return None
-    model = context.config.model
-    bounds = window_bounds(batch["window"][:, 0] - 1, batch["tokens"].shape[1])
+    if model.scheduled_window is None:
+        return bounds
     masks = (model.layer(index).mask for index in range(model.pattern_length))
     return [None if mask.scheduled_window is None else bounds for mask in masks]
 

@@ -23,6 +23,14 @@ NEXT = {
     "torch_flex": "FlexAttention",
 }
 """The systems besides cuDNN; a table has the fastest of them in each row."""
+_BOUNDS = {
+    "tree": "a tree",
+    "forest": "a forest",
+    "images": "images",
+    "images_window_1024": "images, window 1,024",
+    "window_4096": "window 4,096 as bounds",
+}
+"""The bounds of `experiments.benchmarks.attention.bounds`, with what the mask leaves beside them."""
 
 
 def speed_cells(
@@ -85,7 +93,7 @@ def short_title(row: dict[str, Any]) -> str:
 
 
 def case_title(row: dict[str, Any]) -> str:
-    """A row's shape, mask, sinks and documents; sizes of keys and values that differ stand behind a slash."""
+    """A row's shape, mask or bounds, sinks and documents; sizes of keys and values that differ stand behind a slash."""
     # Rows of before these fields were there have none of the three.
     kv_length, value_dim, has_sinks = (row.get(name) for name in ("kv_length", "value_dim", "has_sinks"))
     heads = f"{row['num_heads']}" + ("" if row["num_kv_heads"] == row["num_heads"] else f"/{row['num_kv_heads']}")
@@ -96,7 +104,8 @@ def case_title(row: dict[str, Any]) -> str:
     if row["document_length"] is not None:
         around = "log-normal around" if row["document_spread"] else "of"
         documents = f", packed documents {around} {row['document_length']:,}"
-    mask = mask_title(parse_mask(row["mask"]))
+    bounds = row.get("bounds")
+    mask = _BOUNDS[bounds] if bounds else mask_title(parse_mask(row["mask"]))
     return f"{row['batch']} × {heads} × {length} × {head_dim}, {mask}{sinks}{documents}"
 
 

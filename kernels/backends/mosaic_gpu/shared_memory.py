@@ -8,7 +8,7 @@ from kernels.backends.mosaic_gpu.backward_dkv_by_gradient import dkv_by_gradient
 from kernels.backends.mosaic_gpu.backward_dq import dq_scratch
 from kernels.backends.mosaic_gpu.dkv_steps import step_class
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
-from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, backward_form
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, backward_form, resolve
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper
 from kernels.hopper.memory import num_bytes
@@ -42,15 +42,24 @@ _SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Kernel → field of the tuning, and the settings that its shared memory grows with."""
 
 
-def shared_memory_excess(call: AttentionCall, tuning: MosaicGpuTuning) -> str | None:
-    """Why the tiles that a tuning gives don't fit into shared memory, or None if they do; those of `resolve` do."""
-    for kernel, size in shared_memory_bytes(call, tuning).items():
+def shared_memory_excess(call: AttentionCall, given: MosaicGpuTuning | None) -> str | None:
+    """Why a program of one of the kernels doesn't fit into shared memory, or None if all do.
+
+    Args:
+      call: of the kernels.
+      given: the caller's tuning. Tiles that it leaves open always fit, but for several bounds beside wide heads.
+    """
+    tuning = resolve(given, call) if call.bounds else given
+    for kernel, size in {} if tuning is None else shared_memory_bytes(call, tuning).items():
         if size > MAX_BYTES:
             field, names = _SETTINGS[kernel]
             tiles = getattr(tuning, field)
             settings = ", ".join(f"{name}={getattr(tiles, name)}" for name in names)
-            return (
+            reason = (
                 f"{field} of {settings} at head dim {max(call.head_dim, call.value_dim)} need {size:,} bytes of shared "
-                f"memory, of which a Hopper GPU has {MAX_BYTES:,}; lower {' or '.join(names)}"
+                f"memory, of which a Hopper GPU has {MAX_BYTES:,}"
             )
+            if given is None or getattr(given, field) is None:
+                return f"has no room for {' and '.join(call.bounds)}, since {reason}"
+            return f"{reason}; lower {' or '.join(names)}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning, resolve
+from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
@@ -35,10 +35,7 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} holds"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
-    if call.bounds:
-        # Tiles that leave room for documents may leave none for several bounds.
-        tuning = resolve(tuning, call)
-    if interpreted or tuning is None:
+    if interpreted or (tuning is None and not call.bounds):
         return None
     from kernels.backends.mosaic_gpu.shared_memory import shared_memory_excess
 

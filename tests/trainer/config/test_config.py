@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import kernels
-from kernels import CausalMask, LocalMask, MultiHeadMask, ScheduledWindow
+from kernels import CausalMask, LocalMask, MultiHeadMask
 from layers import GPT, GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from trainer.config import (
     CheckpointConfig,
@@ -123,13 +123,6 @@ def test_the_edges_of_what_is_allowed():
         (
             {"model": dataclasses.replace(MODEL, masks=(CausalMask(), PER_HEAD)), "mesh": MeshConfig(tensor=2)},
             r"MultiHeadMask, whose heads mesh\.tensor=2 would split.*set mesh\.tensor to 1, or use one mask",
-        ),
-        (
-            {
-                "model": dataclasses.replace(MODEL, masks=(CausalMask(), ScheduledWindow(2, 8, 10))),
-                "mesh": MeshConfig(context=2),
-            },
-            r"ScheduledWindow\(start=2.*and mesh\.context=2 splits sequences; set mesh\.context to 1, or use LocalMask",
         ),
     ],
 )

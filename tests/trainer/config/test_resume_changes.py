@@ -42,6 +42,7 @@ MODEL = dataclasses.replace(
 FILES = {"source": "text", "files": ("*.txt",), "validation_files": ("*.md",), "tokenizer": "other.json"}
 CACHE = {"token_cache_dir": "tokens", "token_cache_gib": 50.0, "num_prefetch_batches": 2, "allow_changed": True}
 DOCUMENTS = {"text_field": "body", "begin_of_document_token": 1, "keep_documents_apart": False}
+CHAT = configs.ChatConfig("other.jinja", "last", "drop")
 RATES = (1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, 4.0, 3)
 CHANGED = TrainConfig(
     "second",
@@ -53,7 +54,7 @@ CHANGED = TrainConfig(
     batch_size=4,
     gradient_accumulation=2,
     log_every_num_steps=3,
-    data=DataConfig(validation_fraction=0.5, **FILES, **CACHE, **DOCUMENTS),
+    data=DataConfig(validation_fraction=0.5, **FILES, **CACHE, **DOCUMENTS, chat=CHAT),
     optimizer=OptimizerConfig(*RATES, momentum=0.9, offload_moments=True),
     loss=configs.LossConfig(chunk_size=32, z_loss=0.0, implementation="xla"),
     context=configs.ContextConfig("ring", "zigzag"),
@@ -83,7 +84,7 @@ def test_every_field_declares_the_consequence_of_a_change():
 
 def test_the_number_of_fields():
     """Each setting is one more for everybody to read. Whoever adds one says here that it is worth it."""
-    assert len(flag_types()) == 117
+    assert len(flag_types()) == 120
 
 
 def test_a_field_without_a_consequence_is_found():

@@ -35,18 +35,18 @@ def test_batches_have_the_promised_arrays(make_iterator):
 def test_each_epoch_visits_every_sequence_once_in_an_order_of_its_own(make_iterator, corpus):
     sequences = PackedSequences(corpus.train, T)
     iterator = make_iterator(batch_size=1)
-    assert (iterator.num_sequences, iterator.padding_fraction) == (len(sequences), sequences.padding_fraction)
+    assert iterator.padding_fraction == sequences.padding_fraction
     epochs = [_rows(_take(iterator, len(sequences))) for _ in range(3)]
     every = sorted(_rows([{name: array[None] for name, array in sequences[i].items()} for i in range(len(sequences))]))
     assert all(sorted(epoch) == every for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-def test_the_seed_alone_sets_the_order(make_iterator):
-    count = 40
+def test_the_seed_alone_sets_the_order(make_iterator, corpus):
+    count, num_sequences = 40, len(PackedSequences(corpus.train, T))
     assert _rows(_take(make_iterator(), count)) == _rows(_take(make_iterator(num_prefetch_batches=1), count))
     neighbours = [make_iterator(seed=seed, batch_size=1) for seed in (0, 1)]
-    epochs = [tuple(_rows(_take(each, each.num_sequences))) for each in neighbours for _ in range(3)]
+    epochs = [tuple(_rows(_take(each, num_sequences))) for each in neighbours for _ in range(3)]
     assert len(set(epochs)) == 6
 
 
@@ -76,7 +76,7 @@ def test_restoring_far_into_the_stream_replays_nothing(make_iterator, monkeypatc
     monkeypatch.setattr(PackedSequences, "__getitem__", lambda self, index: built.append(index) or build(self, index))
     iterator = make_iterator()
     state = iterator.get_state()
-    state["position"] = 10**9
+    state["epoch"] = 10**9
     iterator.set_state(state)
     next(iterator)
     iterator.close()
@@ -112,21 +112,6 @@ def test_batches_of_another_size_go_on_with_the_next_sequence(make_iterator, rng
         assert _rows(_take(share, 1)) == [rows[position + row] for row in some]
 
 
-def test_sequences_of_another_length_begin_an_epoch(make_iterator):
-    original = make_iterator()
-    _take(original, original.num_sequences // 4 + 1)  # just into the second epoch
-    changed = make_iterator(sequence_length=32, batch_size=1)
-    [note] = changed.set_state(original.get_state())
-    seen = 4 * (original.num_sequences // 4 + 1) / original.num_sequences
-    assert f"(sequence_length changed): the run has seen about {seen:.2f} epochs of those before and begins" in note
-    epoch = 3 if seen > 1 else 2
-    assert f"begins epoch {epoch} with the new ones" in note
-    assert note.endswith("comes again; data.sources, of one source too, would go on with the documents that are left")
-    fresh = make_iterator(sequence_length=32, batch_size=1)
-    epochs = [_rows(_take(fresh, fresh.num_sequences)) for _ in range(epoch)]
-    assert _rows(_take(changed, changed.num_sequences)) == epochs[-1], "every new sequence comes once"
-
-
 def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corpus):
     state = make_iterator().get_state()
     grown = dataclasses.replace(corpus, fingerprint="e" * 64)
@@ -135,8 +120,7 @@ def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corp
     iterator = make_iterator(grown)
     notes = iterator.set_state(state, allow_changed=True)
     assert len(notes) == 2
-    assert "(corpus changed): the run has seen about 0.00 epochs" in notes[0]
-    assert "data.sources" not in notes[0], "no mixture would know its place in other documents"
+    assert "(corpus changed): an epoch begins with them" in notes[0]
     assert "the validation documents may be other ones" in notes[1]
     again = make_iterator(grown)
     assert again.set_state(iterator.get_state()) == [], "the new documents are the run's own from then on"
@@ -166,7 +150,8 @@ def test_another_tokenizers_documents_are_refused_whatever_is_allowed(make_itera
 @pytest.mark.parametrize(
     "change",
     [{"position": value} for value in (-1, 2**63, 10**30, 1.5, True, None, "7", [], {}, float("nan"))]
-    + [{"num_sequences": value} for value in (0, -3, 10**30, None, "1")]
+    + [{"epoch": value} for value in (-1, 10**30, 0.5, True, None, "1")]
+    + [{"read": value} for value in (None, 3, [3], [[T]], [[T, 0]], [[T, 10**6]], [[32, 10**6]], [[0, 1]], [["64", 1]])]
     + [{"stream": value} for value in (None, [], "x", 3)],
 )
 def test_a_state_that_is_none_is_told(make_iterator, change):

@@ -58,7 +58,8 @@ def _load_when_told(config: DataConfig) -> None:
 def test_processes_that_start_at_once_make_the_tokens_once_and_agree(tmp_path, data_config, write_jsonl, random_texts):
     write_jsonl(tmp_path / "a.jsonl", random_texts(3000))
     config = data_config(source="jsonl", files=["*.jsonl"])
-    command = [sys.executable, "-c", f"from {__name__} import DataConfig, _load_when_told; _load_when_told({config!r})"]
+    code = f"from {__name__} import _load_when_told; from trainer.config import *; _load_when_told({config!r})"
+    command = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, cwd=Path(__file__).parents[3], **pipes) for _ in range(2)]
     for process in processes:

@@ -191,7 +191,7 @@ def test_sources_come_and_go_and_a_single_corpus_becomes_a_mixture(make, load, s
     narrower = make(sources[1:], corpus=load(sources))
     assert narrower.set_state(wider.get_state()) == ["'a' is no longer drawn from, and keeps its place"]
     assert narrower.mixture()["a"] == wider.mixture()["a"] | {"share": pytest.approx(wider.mixture()["a"]["share"])}
-    # From packed sequences of the same corpus to a mixture, and back.
+    # From packed sequences of the same corpus to a mixture, and from the mixture to packed sequences of another.
     corpus = load(sources)
     packed = make_train_iterator(corpus, sequence_length=T, batch_size=4, seed=7, num_prefetch_batches=1)
     take(packed, 3)
@@ -199,8 +199,11 @@ def test_sources_come_and_go_and_a_single_corpus_becomes_a_mixture(make, load, s
     assert mixed.set_state(packed.get_state()) == ["the mixture begins with the first documents of its sources"]
     assert mixed.get_state()["position"] == 12
     assert take(mixed, 2) == take(make(), 2)
-    [note] = packed.set_state(mixed.get_state())
-    assert "(mixture changed)" in note
+    packed.close()
+    other = dataclasses.replace(corpus, fingerprint="e" * 64)
+    packed = make_train_iterator(other, sequence_length=T, batch_size=4, seed=7, num_prefetch_batches=1)
+    assert "(corpus changed)" in packed.set_state(mixed.get_state(), allow_changed=True)[0]
+    assert [packed.get_state()[name] for name in ("position", "epoch", "read")] == [20, 0, []]
     packed.close()
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kernels import CausalMask, LocalMask, MultiHeadMask
+from kernels import CausalMask, LocalMask, MultiHeadMask, ScheduledWindow
 from kernels.context import chunk_costs, imbalance, shard_sequence
 from layers import GPTConfig, LayerOverride
 from trainer.config import CompilationConfig, ContextConfig, DataConfig, EvaluationConfig, MeshConfig, TrainConfig
@@ -117,6 +117,9 @@ def test_the_models_masks_weigh_as_many_layers_as_have_them(config, rng):
     documents = {"segment_ids": ids, "positions": positions}
     expected = shard_sequence("balanced", T, 4, masks={near: 3.0, far: 2.0}, **documents)
     np.testing.assert_array_equal(sharder(documents)["token_order"], expected)
+    scheduled = dataclasses.replace(config.model, masks=(ScheduledWindow(2, 16, 10), far, near))
+    scheduled = SequenceSharder.of(dataclasses.replace(config, model=scheduled), "balanced")
+    np.testing.assert_array_equal(scheduled(documents)["token_order"], expected, "the widest window counts")
     overrides = (LayerOverride(), LayerOverride(head_dim=32), LayerOverride())
     wide = dataclasses.replace(config.model, layer_overrides=overrides)
     assert SequenceSharder.of(dataclasses.replace(config, model=wide), "balanced").masks == {near: 3, far: 8}

@@ -232,7 +232,7 @@ def test_a_config_refuses_what_trees_cannot_have():
     with pytest.raises(ValueError, match=r"'a': format='trees' isn't drawn in a mixture.*set data.source to trees"):
         SourceConfig("a", ("trees.jsonl",), "trees")
     window = dataclasses.replace(MODEL, masks=(ScheduledWindow(4, 8, 10),))
-    with pytest.raises(ValueError, match=r"model.masks holds ScheduledWindow.*which counts tokens of the sequence"):
+    with pytest.raises(ValueError, match=r"ScheduledWindow.*counts tokens of the sequence.*use LocalMask\(7, 0\)"):
         TrainConfig("trees", window, 1000, data=DataConfig(**data))
 
 
@@ -270,6 +270,34 @@ def test_a_stream_goes_on_where_it_was(write, load):
     assert one.sharing()["num_tokens_saved"] > 0
     one.close()
     other.close()
+
+
+def test_trees_that_are_left_of_an_epoch_come_once_at_another_length(write, load):
+    write()
+    corpus = load("trees", "trees.jsonl.gz", vocab_size=257)
+    options = {"batch_size": 1, "seed": 3, "num_prefetch_batches": 1}
+    begun, longer = (make_train_iterator(corpus, sequence_length=length, **options) for length in (100, 150))
+
+    def read(iterator, count=None):
+        found, epoch = [], iterator.get_state()["epoch"]
+        while iterator.get_state()["epoch"] == epoch if count is None else len(found) < count:
+            found.append(next(iterator).arrays)
+        # Each tree begins with its number, and then a space.
+        trees = [
+            bytes(arrays["targets"][0][arrays["segment_ids"][0] == segment][:3].tolist()).split(b" ")[0]
+            for arrays in found
+            for segment in range(1, arrays["segment_ids"].max() + 1)
+        ]
+        return [int(tree) for tree in trees]
+
+    before = read(begun, 5)
+    [line] = longer.set_state(json.loads(json.dumps(begun.get_state())))
+    rest = read(longer)
+    assert before
+    assert sorted(before + rest) == sorted(read(longer)), "no tree was split"
+    assert f"epoch 1 goes on with {len(rest)} of its {len(corpus.train)} documents" in line
+    begun.close()
+    longer.close()
 
 
 def test_another_weight_is_other_data(write, load):

@@ -20,13 +20,27 @@ def arguments(tmp_path):
     return (*data, "--checkpoint.every-num-steps", 4, "--log-every-num-steps", 1)
 
 
-def test_a_branch_longer_than_a_sequence_is_refused_before_a_device_starts(
-    trainer_command, tmp_path, arguments, monkeypatch
-):
+NO_PROMPT = {"completions": [{"text": "a"}]}
+NOT_FINITE = {"prompt": "p", "completions": [{"text": "a"}, {"text": "b", "weight": float("nan")}]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (None, r"trees.jsonl:\d+: a branch has 165 tokens, more than .*=128 \(\d+ such trees\)"),
+        (NO_PROMPT, "trees.jsonl:31: no field 'prompt' before the completions"),
+        (NOT_FINITE, r"trees.jsonl:31: completions\[1\]: weight=nan is not a finite number"),
+    ],
+    ids=["branch longer than a sequence", "no prompt", "weight"],
+)
+def test_trees_are_refused_before_a_device_starts(line, message, trainer_command, tmp_path, arguments, monkeypatch):
+    if line is not None:
+        with (tmp_path / "trees.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
     monkeypatch.setattr(trainer.train, "make_mesh", None)
     finished = trainer_command.run(*arguments, "--workdir", tmp_path / "run", "--sequence-length", 128)
     assert finished.status == 2
-    assert re.search(r"trees.jsonl:\d+: a branch has 165 tokens, more than .*=128 \(\d+ such trees\)", finished.errors)
+    assert re.search(message, finished.errors)
 
 
 def test_a_run(trainer_command, read_run, tmp_path, arguments):

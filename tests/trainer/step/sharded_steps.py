@@ -6,7 +6,7 @@ import numpy as np
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import ContextConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.data import BatchShare
+from trainer.data import BatchShare, SequenceSharder
 from trainer.step.functions import make_step_functions
 from trainer.step.global_batch import indices_of_process, make_global_batch
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
@@ -20,23 +20,31 @@ MODEL = GPTConfig(**SIZES, **PLAIN, mlp_width=48, compute_dtype="float32")
 ADAMW = OptimizerConfig(num_warmup_steps=1, epsilon=1e-5)
 
 
-def make_batch(rng):
-    segment_ids = np.sort(rng.integers(1, 4, (BATCH_SIZE, LENGTH)), axis=1).astype(np.int32)
-    for row, num_tokens in enumerate(rng.integers(3, LENGTH + 1, BATCH_SIZE)):
+def make_batch(rng, length=LENGTH):
+    shape = BATCH_SIZE, length
+    segment_ids = np.sort(rng.integers(1, 4, shape), axis=1).astype(np.int32)
+    for row, num_tokens in enumerate(rng.integers(3, length + 1, BATCH_SIZE)):
         segment_ids[row, num_tokens:] = 0
     return {
-        "tokens": rng.integers(0, VOCAB_SIZE, (BATCH_SIZE, LENGTH)).astype(np.int32),
-        "targets": rng.integers(0, VOCAB_SIZE, (BATCH_SIZE, LENGTH)).astype(np.int32),
+        "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
+        "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
         "weights": (segment_ids != 0).astype(np.float32),
         "segment_ids": segment_ids,
-        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH_SIZE, 1)),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (BATCH_SIZE, 1)),
     }
+
+
+def in_order_of_ranks(batch, config, sequence_sharding):
+    """A batch as the data pipeline hands it to a run."""
+    shard = SequenceSharder.of(config, sequence_sharding)
+    sequences = [shard({name: array[row] for name, array in batch.items()}) for row in range(config.batch_size)]
+    return {name: np.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
 
 
 def put(batch, mesh):
     """A batch on the devices, as a run puts it there."""
-    sharding, batch_size = batch_sharding(mesh), len(batch["tokens"])
-    share = BatchShare(batch, indices_of_process(sharding, batch_size, LENGTH), (np.zeros(0, np.int64),) * batch_size)
+    sharding, shape = batch_sharding(mesh), batch["tokens"].shape
+    share = BatchShare(batch, indices_of_process(sharding, *shape), (np.zeros(0, np.int64),) * shape[0])
     return make_global_batch(share, sharding)
 
 

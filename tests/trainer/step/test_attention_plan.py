@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from kernels import LocalMask, ScheduledWindow
 from layers import GPTConfig
 from trainer.config import ContextConfig, MeshConfig, TrainConfig
 from trainer.errors import UserMistake
@@ -46,3 +47,16 @@ def test_a_ring_that_newer_runtimes_for_cpus_mix_up_is_refused(version, mesh, mo
 def test_a_ring_is_served_where_the_runtime_is_right(mesh, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert {chosen.name for chosen in plan_context_parallelism(RING, mesh).exchanges} == {"ring"}
+
+
+def test_a_scheduled_window_is_planned_for_its_widest(mesh):
+    def plan(mask, exchange):
+        model = dataclasses.replace(RING.model, masks=(mask,))
+        return plan_context_parallelism(
+            dataclasses.replace(RING, model=model, context=ContextConfig(exchange=exchange)), mesh
+        )
+
+    for exchange in ("halo", "all_gather", None):
+        assert plan(ScheduledWindow(2, 600, 100), exchange) == plan(LocalMask(599, 0), exchange)
+    with pytest.raises(UserMistake, match=r"would be all of the sequence, since ScheduledWindow.* 3,072 tokens far"):
+        plan(ScheduledWindow(2, 3073, 100), "halo")

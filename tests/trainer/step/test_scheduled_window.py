@@ -9,10 +9,12 @@ import pytest
 
 from kernels import CausalMask, LocalMask, ScheduledWindow
 from tests.compilations import count_compilations
-from tests.trainer.step.sharded_steps import LENGTH, MODEL, make_batch, put
-from trainer.config import CheckpointConfig, EvaluationConfig, MeshConfig, OptimizerConfig, TrainConfig
+from tests.kernels.peers_on_cpus import pass_for_gpus
+from tests.trainer.step.sharded_steps import FLOAT64, LENGTH, MODEL, in_order_of_ranks, make_batch, put
+from trainer.config import CheckpointConfig, ContextConfig, EvaluationConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.config.file import load_config
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import make_plan
 from trainer.step.sharding import make_mesh
 from trainer.train import train
 from trainer.workdir import claim_workdir
@@ -31,15 +33,30 @@ CONFIG = TrainConfig(
 )
 
 
+CONTEXT = {
+    "all_gather": "balanced",
+    "peer": "balanced",
+    "halo": "zigzag",
+    "ring": "contiguous",
+    "all_to_all": "zigzag",
+}
+"""Each exchange, and the sharding of the sequences that it meets. The widest window reaches past the neighbours."""
+
+
 def make_functions(*masks):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, masks=masks))
     return make_step_functions(config, make_mesh(config.mesh))
 
 
+def state_before(functions, step):
+    state = functions.init_state()
+    return state._replace(step=state.step + (step - 1))
+
+
 def run_step(functions, batch, step):
     """The metrics of a training step, and the validation loss of the parameters that it leaves."""
-    batch, state = put(batch, functions.mesh), functions.init_state()
-    state, metrics = functions.train_step(state._replace(step=state.step + (step - 1)), batch)
+    batch = put(batch, functions.mesh)
+    state, metrics = functions.train_step(state_before(functions, step), batch)
     return metrics, functions.eval_step(state.params, batch, state.step).nats
 
 
@@ -58,8 +75,34 @@ def test_a_step_has_the_loss_and_the_gradient_of_its_width(rng):
     assert np.abs(np.diff(losses)).min() > 1e-4
 
 
-@pytest.fixture(scope="module")
-def config(trainer_command):
+@pytest.mark.usefixtures("eight_devices", "float64")
+def test_over_context_each_exchange_has_the_steps_of_one_device_in_one_program(rng, monkeypatch):
+    pass_for_gpus(monkeypatch, None)
+    batch = make_batch(rng, 48)
+    model = dataclasses.replace(MODEL, **FLOAT64, masks=(WINDOW,), num_layers=1)
+
+    def run_steps(**changes):
+        config = dataclasses.replace(CONFIG, model=model, sequence_length=48, gradient_accumulation=1, **changes)
+        mesh = make_mesh(config.mesh)
+        plan = make_plan(config, mesh)
+        functions = make_step_functions(config, mesh, plan)
+        ordered = in_order_of_ranks(batch, config, plan.sequence_sharding)
+        placed = put(ordered, mesh)
+        with count_compilations() as counts:
+            results = [functions.train_step(state_before(functions, step), placed)[1] for step in WIDTHS]
+        assert counts["train_step"] == 1
+        assert [int(metrics.window) for metrics in results] == list(WIDTHS.values())
+        return np.array([(metrics.loss, metrics.grad_norm) for metrics in results])
+
+    expected = run_steps(mesh=MeshConfig())
+    assert np.abs(np.diff(expected, axis=0) / expected[1:]).min() > 1e-9
+    for exchange, sequence_sharding in CONTEXT.items():
+        found = run_steps(mesh=MeshConfig(context=4), context=ContextConfig(exchange, sequence_sharding))
+        np.testing.assert_allclose(found, expected, rtol=1e-12, err_msg=exchange)
+
+
+@pytest.fixture
+def config(trainer_command, eight_devices):
     base = load_config(trainer_command.config)
     return dataclasses.replace(
         base,
@@ -67,6 +110,8 @@ def config(trainer_command):
         model=dataclasses.replace(base.model, num_layers=1, masks=(CausalMask() & WINDOW,)),
         num_steps=6,
         sequence_length=64,
+        mesh=MeshConfig(context=2),
+        context=ContextConfig("halo", "zigzag"),
         log_every_num_steps=2,
         evaluation=EvaluationConfig(every_num_steps=2, num_sequences=2),
         checkpoint=CheckpointConfig(every_num_steps=2),

@@ -7,14 +7,12 @@ import pytest
 from kernels import CausalMask, ChunkedCausalMask, LocalMask
 from layers import GPTConfig
 from tests.trainer.data.test_trees import load_trees
-from tests.trainer.step.sharded_steps import FLOAT64, SIZES
+from tests.trainer.step.sharded_steps import FLOAT64, SIZES, in_order_of_ranks, put
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.data import BatchShare, SequenceSharder
 from trainer.data.tree_packing import pack
 from trainer.step.functions import make_step_functions
-from trainer.step.global_batch import indices_of_process, make_global_batch
 from trainer.step.plan import make_plan
-from trainer.step.sharding import batch_sharding, make_mesh
+from trainer.step.sharding import make_mesh
 
 BEGIN = END = 256
 LENGTH, BATCH_SIZE = 48, 4
@@ -90,15 +88,8 @@ def run(batch, mesh, source, **context):
     )
     plan = make_plan(config, make_mesh(mesh))
     functions = make_step_functions(config, make_mesh(mesh), plan)
-    sharding = batch_sharding(functions.mesh)
-    shard = SequenceSharder.of(config, plan.sequence_sharding)
-    rows = [shard({name: array[row] for name, array in batch.items()}) for row in range(config.batch_size)]
-    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    indices = indices_of_process(sharding, config.batch_size, LENGTH)
-    share = BatchShare(
-        {name: array[list(indices)] for name, array in batch.items()}, indices, (np.zeros(0),) * config.batch_size
-    )
-    placed = make_global_batch(share, sharding)
+    batch = in_order_of_ranks(batch, config, plan.sequence_sharding)
+    placed = put(batch, functions.mesh)
     state = functions.init_state()
     gradients, sums = functions.gradients(state.params, placed)
     losses = functions.token_step(state.params, placed).nats * batch["weights"]
