@@ -87,6 +87,37 @@ def read_path(text: str) -> Path:
     return Path(text)
 
 
+def read_bool(text: str) -> bool:
+    """True or False from the command line."""
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"expected True or False, or nothing, got {text!r}")
+    return text == "True"
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Checks that a file can be written, before the work that fills it.
+
+    Raises:
+      UserMistake: it can't.
+    """
+    name_fits = len(os.fsencode(path.name)) <= 255
+    if os.path.isdir(path) or not name_fits or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserMistake(f"{flag} {path} can't be written; name a file in a folder that exists")
+
+
+def check_phase(number: int, run: TrainConfig) -> None:
+    """Checks that `--phase` names one of a run's phases, from 1.
+
+    Raises:
+      UserMistake: it doesn't.
+    """
+    num_phases = len(run.phases)
+    if not num_phases:
+        raise UserMistake(f"--phase {number} expects a run with phases, and {run.name} has none; leave it out")
+    if not 1 <= number <= num_phases:
+        raise UserMistake(f"--phase {number} is none of the phases of {run.name}; use a number from 1 to {num_phases}")
+
+
 def _read_config(text: str) -> str:
     read_path(text)
     return text  # as a Path it would lose the slashes in a page's arguments

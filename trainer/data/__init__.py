@@ -1,7 +1,7 @@
 """From files to batches: corpora, tokenizers, packing and resumable iterators. Nothing here touches a device."""
 
 from trainer.data.batch_reader import BatchShare
-from trainer.data.batches import make_batches, make_train_iterator
+from trainer.data.batches import make_batches, make_train_batches, make_train_iterator
 from trainer.data.corpora import Corpus, load_corpus
 from trainer.data.documents import Documents
 from trainer.data.packing import PackedSequences
@@ -26,5 +26,6 @@ __all__ = [
     "load_corpus",
     "load_tokenizer",
     "make_batches",
+    "make_train_batches",
     "make_train_iterator",
 ]

@@ -3,7 +3,7 @@
 All processes agree on which sequences a batch has, since that follows from the lengths of the documents and the seed.
 Each reads the tokens of its own sequences.
 
-Shapes: B sequences in a batch, b of them on this process, T tokens in a sequence, D documents in one.
+Shapes: B sequences in a batch, b of them on this process, T tokens in a sequence, D documents in one, P segments.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class BatchShare:
         document_lengths: [B] lengths of the documents of every sequence, in tokens. The step's FLOPs follow from them.
             Trees have negative ones among them: see `FlopCounter.of_documents`.
         source: of a mixture's validation batch: the source of all its documents.
+        documents: [B] the numbers of the documents in the segments of every sequence, in order.
     """
 
     arrays: dict[str, Shaped[np.ndarray, "b T"]]
     indices: tuple[int, ...]
     document_lengths: tuple[Int64[np.ndarray, " D"], ...]
     source: str | None = None
+    documents: tuple[Int64[np.ndarray, " P"], ...] = ()
 
     @property
     def batch_size(self) -> int:
@@ -52,6 +54,9 @@ class Sequences(Protocol):
 
     def document_lengths(self, number: int) -> Int64[np.ndarray, " D"]:
         """The lengths of its documents, in order."""
+
+    def document_numbers(self, number: int) -> Int64[np.ndarray, " P"]:
+        """The numbers of the documents in its segments, in order."""
 
     def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
         """The arrays of a sequence of padding."""
@@ -90,10 +95,11 @@ class BatchReader:
         """
         sharded = [self.sharder(self._sequence(numbers[index])) for index in self.indices]
         arrays = {name: np.stack([sequence[name] for sequence in sharded]) for name in sharded[0]}
-        return BatchShare(arrays, self.indices, tuple(map(self._document_lengths, numbers)))
+        lengths, documents = (
+            tuple(np.zeros(0, np.int64) if number is None else of_sequence(number) for number in numbers)
+            for of_sequence in (self.sequences.document_lengths, self.sequences.document_numbers)
+        )
+        return BatchShare(arrays, self.indices, lengths, documents=documents)
 
     def _sequence(self, number: int | None) -> dict[str, Shaped[np.ndarray, " T"]]:
         return self.sequences.empty_sequence() if number is None else self.sequences[number]
-
-    def _document_lengths(self, number: int | None) -> Int64[np.ndarray, " D"]:
-        return np.zeros(0, np.int64) if number is None else self.sequences.document_lengths(number)

@@ -39,17 +39,7 @@ def make_batches(
         indices_of: a batch size → the indices in the batch of the sequences that this process reads; by default all.
     """
     sources, sharder = config.data.sources, SequenceSharder.of(config, sequence_sharding)
-    train = make_train_iterator(
-        corpus,
-        sources=sources,
-        sequence_length=config.sequence_length,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        num_prefetch_batches=config.data.num_prefetch_batches,
-        indices=indices_of(config.batch_size),
-        sharder=sharder,
-        on_progress=on_progress,
-    )
+    train = make_train_batches(config, corpus, on_progress, indices=indices_of(config.batch_size), sharder=sharder)
     validation = ValidationSet.choose(
         corpus,
         sequence_length=config.sequence_length,
@@ -60,6 +50,28 @@ def make_batches(
     micro_batch_size = config.batch_size // config.gradient_accumulation
     batches = validation.batches(micro_batch_size, indices=indices_of(micro_batch_size), sharder=sharder)
     return train, batches, validation
+
+
+def make_train_batches(
+    config: TrainConfig,
+    corpus: Corpus,
+    on_progress: OnProgress,
+    *,
+    indices: Sequence[int] | None = None,
+    sharder: SequenceSharder | None = None,
+) -> TrainIterator:
+    """The training stream of a config. Arguments are as in `make_batches` and `make_train_iterator`."""
+    return make_train_iterator(
+        corpus,
+        sources=config.data.sources,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        num_prefetch_batches=config.data.num_prefetch_batches,
+        indices=indices,
+        sharder=sharder,
+        on_progress=on_progress,
+    )
 
 
 def make_train_iterator(

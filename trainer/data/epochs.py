@@ -72,13 +72,15 @@ class Epochs:
         self._num_read = place.read[-1][1] if is_same_length else 0
         self._all = self.rest = sequences
         self._order_of = functools.lru_cache(maxsize=2)(self._make_order)
-        documents = sequences.documents
+        documents, numbers = sequences.documents, np.arange(len(sequences.documents))
         for turn, (length, num_read) in enumerate(self._before):
             packed = pack(documents, length)
             read = shuffled(len(packed), seed, place.epoch, turn)[: _within(packed, num_read)]
-            documents = documents.select(~are_left_out(packed.shares_in(read)))
+            is_left = ~are_left_out(packed.shares_in(read))
+            documents, numbers = documents.select(is_left), numbers[is_left]
         if self._before:
             self.rest = pack(documents, sequence_length)
+        self._numbers = numbers  # of the documents of `rest`, among all
         _within(self.rest, self._num_read)
 
     def place(self, number: int) -> EpochPlace:
@@ -95,6 +97,12 @@ class Epochs:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
         sequences, index = self._sequence(number)
         return sequences.document_lengths(index)
+
+    def document_numbers(self, number: int) -> Int64[np.ndarray, " P"]:
+        """The numbers of the documents that the pieces of one sequence are of, in order."""
+        sequences, index = self._sequence(number)
+        documents = sequences.document_numbers(index)
+        return self._numbers[documents] if sequences is self.rest else documents
 
     def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
         """A sequence of padding."""

@@ -45,6 +45,10 @@ class MixtureSequences:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
         return np.array([piece.length for piece in self._plan(number)], np.int64)
 
+    def document_numbers(self, number: int) -> Int64[np.ndarray, " P"]:
+        """The numbers of the documents that the pieces of one sequence are of, in order."""
+        return np.array([piece.document for piece in self._plan(number)], np.int64)
+
     def empty_sequence(self) -> dict[str, Shaped[np.ndarray, " T"]]:
         """A sequence of padding."""
         return empty_sequence(self.sequence_length)
@@ -174,8 +178,18 @@ class MixtureIterator(TrainIterator):
         notes += [f"{name!r} is no longer drawn from, and keeps its place" for name in left]
         return notes
 
+    def skip(self, num_batches: int) -> None:
+        mixture = self._mixture_at(self.place())
+        for _ in range(num_batches * self._batch_size):
+            mixture.plan_sequence()
+        self._go_to(mixture.place())
+
     def _go_to(self, place: MixturePlace) -> None:
-        mixture = Mixture(
+        mixture = self._mixture_at(place)
+        self._go_on_with(MixtureSequences(self._corpus.train, self._sequence_length, mixture, self._batch_size))
+
+    def _mixture_at(self, place: MixturePlace) -> Mixture:
+        return Mixture(
             self._sources,
             self._num_targets,
             sequence_length=self._sequence_length,
@@ -183,4 +197,3 @@ class MixtureIterator(TrainIterator):
             place=place,
             on_progress=self._on_progress,
         )
-        self._go_on_with(MixtureSequences(self._corpus.train, self._sequence_length, mixture, self._batch_size))

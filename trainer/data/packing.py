@@ -158,6 +158,10 @@ class PackedSequences:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
         return self.pieces.length[self.pieces_of(index)]
 
+    def document_numbers(self, index: int) -> Int64[np.ndarray, " P"]:
+        """The numbers of the documents that the pieces of one sequence are of, in order."""
+        return self.pieces.document[self.pieces_of(index)]
+
     def shares_in(self, sequences: Int64[np.ndarray, " N"]) -> Float64[np.ndarray, " D"]:
         """The share of each document that some sequences hold: 0.0 to 1.0, and 0.0 of one without targets."""
         are_in = np.zeros(len(self), bool)

@@ -86,6 +86,14 @@ class TrainIterator:
         """
         raise NotImplementedError
 
+    def skip(self, num_batches: int) -> None:
+        """Goes past the next batches, without reading a token.
+
+        Raises:
+            DataUsedUpError: no document is left for them.
+        """
+        raise NotImplementedError
+
     def mixture(self) -> dict[str, Any] | None:
         """The tokens drawn so far from each source of a mixture, ready for JSON; None: it is none."""
         return None
@@ -221,6 +229,10 @@ class PackedIterator(TrainIterator):
                 "compare with those up to here"
             ),
         ]
+
+    def skip(self, num_batches: int) -> None:
+        num_read = self._num_read() + num_batches * self._batch_size
+        self._go_to(self._sequences.place(num_read), self._start + num_read)
 
     def _go_to(self, place: EpochPlace, position: int = 0) -> None:
         self._go_on_with(Epochs(self._packed, self._seed, place))

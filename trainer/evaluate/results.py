@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.files.atomic import write_atomically
+from trainer.terminal.columns import align
 
 RETRIEVAL = "retrieval"
 FILE_NAME = "evaluations.jsonl"
@@ -153,12 +154,7 @@ def _table(
 
     cells = [[title, *(f"{format_length(length)}" for length in lengths)]]
     cells += [[_NAMES.get(row, row), *(cell(row, length) for length in lengths)] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = (
-        [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
-        for row in cells
-    )
-    return "\n".join("  ".join(row).rstrip() for row in padded)
+    return "\n".join(align(cells))
 
 
 def _percent(lines: Sequence[Line]) -> str | None:

@@ -26,6 +26,7 @@ from trainer.checkpoints.parameters import FoundCheckpoint, restore_state
 from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
+from trainer.data import TrainIterator
 from trainer.errors import UserMistake
 from trainer.launch.peers import Peers, require_same
 from trainer.loop.carry import into_layout
@@ -77,13 +78,28 @@ def load_initial_state(setup: Setup, console: Console, peers: Peers) -> tuple[Tr
     state = jax.device_put(state, functions.state_shardings)
     origin = _describe_checkpoint(folder, checkpoint, console) | {"optimizer": "carried"}
     require_same(peers, "init_from", origin)
-    if is_same_data(checkpoint.data_state, setup.batches.get_state()):
-        for line in setup.batches.set_state(checkpoint.data_state):
-            console.note(line)
-    else:
-        console.note("the data of init_from is another: this run's begins at its beginning")
+    for line in take_up_data(setup.batches, checkpoint.data_state):
+        console.note(line)
     console.note(f"loaded parameters and moments from {checkpoint.path}")
     return state, {"path": str(folder)} | origin | {"seconds": time.perf_counter() - begun}
+
+
+def take_up_data(batches: TrainIterator, theirs: Any) -> list[str]:
+    """Goes on at the place in another run's data, if it is the same data.
+
+    Args:
+      batches: the run's, at their beginning.
+      theirs: the data state of the other run's checkpoint.
+
+    Returns:
+      Lines that tell what couldn't be continued exactly.
+
+    Raises:
+      DataError: as `TrainIterator.set_state`.
+    """
+    if is_same_data(theirs, batches.get_state()):
+        return batches.set_state(theirs)
+    return ["the data of init_from is another: this run's begins at its beginning"]
 
 
 def is_same_data(theirs: Any, ours: dict[str, Any]) -> bool:

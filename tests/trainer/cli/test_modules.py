@@ -12,7 +12,7 @@ import trainer
 
 # Named for what they hold. Nobody would run them.
 THINGS = {"errors", "hardware", "saved_run", "workdir"}
-COMMANDS = {"compare", "compile", "evaluate", "export", "sample"}
+COMMANDS = {"compare", "compile", "evaluate", "export", "sample", "show"}
 
 
 def test_only_commands_can_be_run():

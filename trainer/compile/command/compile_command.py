@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from trainer.cli.flags import OptionParser, apply_overrides, read_path
+from trainer.cli.flags import OptionParser, apply_overrides, check_phase, read_bool, read_path, require_writable
 from trainer.compile.command.comparison import Comparison
 from trainer.compile.topology import Topology, parse_topology
 from trainer.config import TrainConfig
@@ -86,7 +85,7 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
             raise UserMistake(f"--compare names the pages already; leave --config {options.config} out")
         options, _ = _read_options([*arguments, *comparison.arguments(comparison.values[0])])
     if options.output is not None:
-        _require_writable(options.output)
+        require_writable("--output", options.output)
     with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
         variants = [command]
@@ -113,14 +112,8 @@ def _check_phase(command: CompileCommand) -> None:
                     f"{flag} expects one step, and {command.train.name} has those of {num_phases} phases; --phase 1 to "
                     f"--phase {num_phases} chooses one"
                 )
-    elif not num_phases:
-        raise UserMistake(
-            f"--phase {number} expects a run with phases, and {command.train.name} has none; leave it out"
-        )
-    elif not 1 <= number <= num_phases:
-        raise UserMistake(
-            f"--phase {number} is none of the phases of {command.train.name}; use a number from 1 to {num_phases}"
-        )
+    else:
+        check_phase(number, command.train)
 
 
 def _check_comparison(comparison: Comparison, variants: Sequence[CompileCommand]) -> None:
@@ -143,19 +136,6 @@ def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--output", type=read_path)
     parser.add_argument("--compare")
     parser.add_argument("--phase", type=int)
-    parser.add_argument("--longest-context", nargs="?", const=True, default=False, type=_read_bool)
+    parser.add_argument("--longest-context", nargs="?", const=True, default=False, type=read_bool)
     parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
     return parser.parse_known_args(arguments)
-
-
-def _read_bool(text: str) -> bool:
-    if text not in ("True", "False"):
-        raise argparse.ArgumentTypeError(f"expected True or False, or nothing, got {text!r}")
-    return text == "True"
-
-
-def _require_writable(output: Path) -> None:
-    """Checks early that the report can be written: a compilation takes long."""
-    name_fits = len(os.fsencode(output.name)) <= 255
-    if os.path.isdir(output) or not name_fits or not os.access(output.parent, os.W_OK | os.X_OK):
-        raise UserMistake(f"--output {output} can't be written; name a file in a folder that exists")

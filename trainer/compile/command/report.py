@@ -12,6 +12,7 @@ from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
 from trainer.config import RunPhase, TrainConfig
+from trainer.terminal.columns import align
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 Facts = dict[str, str | Sequence[str]]
@@ -147,8 +148,7 @@ def comparison_table(field: str, profiles: Mapping[str, StepProfile]) -> list[st
     for name, profile in profiles.items():
         measures = zip(_measures(profile).values(), _measures(last).values(), strict=True)
         lines.append([name, *(f"{text} {_ratio(value, of_last)}" for (text, value), (_, of_last) in measures)])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
+    return align(lines)
 
 
 def _measures(profile: StepProfile) -> dict[str, tuple[str, float]]:

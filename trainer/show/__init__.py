@@ -1,0 +1,1 @@
+"""`python -m trainer.show`: the first sequences that a run trains on, for people to read."""
