@@ -285,10 +285,9 @@ def make_tables(results: Path) -> dict[str, str]:
         return read_rows(results / f"{name}.jsonl")
 
     error_files = ("attention_errors_h200", "attention_errors_fa3_h200", "attention_errors_fa3_h100")
-    on_h200, on_h100 = read("train_throughput_h200"), read("train_throughput_h100")
+    on_h200 = read("train_throughput_h200")
     pages = ("gpt_32k", "gpt_1b_32k", "gpt_128k")
     others = ("124m_32k", "124m_32k_packed", "124m_1m", "1b_32k")
-    published = ("llama_1b_32k", "plain_llama_1b_32k", "qwen3_4b_32k", "plain_qwen3_4b_32k")
     on_meshes, record = read("train_meshes_h200"), json.loads((results / "gpt_32k_cpu.json").read_text())
     decoded = ((1, 0, None), (8, 512, None), (8, 8192, None), (32, 8192, None), (1, 32768, None), (1, 32768, 1024))
     return {
@@ -301,7 +300,6 @@ def make_tables(results: Path) -> dict[str, str]:
         "triton": triton_speeds(read("attention_triton_h200")),
         "blockwise": blockwise_speeds(read("attention_cpu") + read("attention_h200")),
         "training": training(on_h200, *pages, *others),
-        "published": training(on_h100, *published),
         "mixtures": mixtures(read("mixture_h200")),
         "two": meshes(on_meshes, 2),
         "four": meshes(on_meshes, 4),
