@@ -15,6 +15,7 @@ warn_of_neighbours(__name__)
 
 from layers.config import GPTConfig, MoEConfig  # noqa: E402, it imports `kernels`
 from layers.layer_config import LayerOverride  # noqa: E402
+from layers.lora_config import LoRAConfig  # noqa: E402
 from layers.rope_scaling import RopeScaling  # noqa: E402
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "Attention",
     "GPTConfig",
     "LayerOverride",
+    "LoRAConfig",
     "MoE",
     "MoEConfig",
     "RMSNorm",

@@ -22,6 +22,7 @@ from kernels import Target
 from kernels.experts import (
     GatedMatrices,
     GroupedMatmul,
+    GroupedMatmulChoice,
     RowGroups,
     choose_grouped_matmul,
     copy_rows,
@@ -77,7 +78,7 @@ class Experts(nnx.Module):
         copies = copy_rows(tokens, groups, chosen.shape[1], choice)
         # Weighted before `down`, which is linear: the weights' gradient then needs no outputs.
         sorted_weights = _sort_weights(weights, groups)
-        if choice.has_kernels and self.kind != "gelu":
+        if choice.has_kernels and self.kind != "gelu" and not self._has_adapters:
             matrices = (each.matrices(copies.dtype) for each in (self.up, self.gate, self.down))
             biases = (each.biases(copies.dtype) for each in (self.up, self.gate))
             parameters = GatedMatrices(*matrices, *biases)
@@ -87,11 +88,12 @@ class Experts(nnx.Module):
             into = [self.up] if self.kind == "gelu" else [self.up, self.gate]
             products = grouped_matmul(copies, [each.matrices(copies.dtype) for each in into], groups, choice)
             features, *gate = (
-                checkpoint_name(each.add_bias(product, groups), "projection")
+                checkpoint_name(each.add_bias(each.adapted(copies, product, groups, choice), groups), "projection")
                 for each, product in zip(into, products, strict=True)
             )
             hidden = activate(self.kind, features, gate[0] if gate else None, sorted_weights)
             (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups, choice)
+            outputs = self.down.adapted(hidden, outputs, groups, choice)
         mixed = sum_copies(outputs, groups, chosen.shape[1], choice)
         if features_over is not None:
             mixed = lax.psum(mixed, features_over)
@@ -99,6 +101,10 @@ class Experts(nnx.Module):
             share = (jax.nn.one_hot(chosen, self.num_experts, dtype=weights.dtype) * weights[..., None]).sum(1)
             mixed += jnp.dot(share.astype(tokens.dtype), self.down.bias[...].astype(tokens.dtype))
         return mixed
+
+    @property
+    def _has_adapters(self) -> bool:
+        return any(hasattr(each, "lora") for each in (self.up, self.down, getattr(self, "gate", None)))
 
 
 class GroupedLinear(nnx.Module):
@@ -121,6 +127,24 @@ class GroupedLinear(nnx.Module):
     def matrices(self, dtype: jnp.dtype) -> Float[Array, "E K N"]:
         """The experts' matrices, for operands of this type."""
         return self.kernel[...].astype(dtype)
+
+    def adapted(
+        self,
+        rows: Float[Array, "R K"],
+        products: Float[Array, "R N"],
+        groups: RowGroups,
+        choice: GroupedMatmulChoice,
+    ) -> Float[Array, "R N"]:
+        """The products of rows with what the experts' adapters add, if there are any."""
+        lora = getattr(self, "lora", None)
+        if lora is None:
+            return products
+        a, b = lora.a[...].astype(rows.dtype), lora.b[...].astype(rows.dtype)
+        padding = -a.shape[-1] % choice.feature_multiple
+        a, b = jnp.pad(a, ((0, 0), (0, 0), (0, padding))), jnp.pad(b, ((0, 0), (0, padding), (0, 0)))
+        (reduced,) = grouped_matmul(rows, [a], groups, choice)
+        (added,) = grouped_matmul(reduced * lora.scale, [b], groups, choice)
+        return products + added
 
     def biases(self, dtype: jnp.dtype) -> Float[Array, "E N"] | None:
         """The experts' biases, for operands of this type."""

@@ -228,5 +228,5 @@ def _spec(path: tuple, features: str) -> P:
     """The partition of one parameter of a layer, where an axis splits hidden features."""
     name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
     if name.startswith(("experts.up", "experts.gate")):
-        return P(None, None, features) if name.endswith("kernel") else P(None, features)
-    return P(None, features, None) if name == "experts.down.kernel" else P()
+        return {"bias": P(None, features), "a": P()}.get(name.rpartition(".")[2], P(None, None, features))
+    return P(None, features, None) if name in ("experts.down.kernel", "experts.down.lora.a") else P()

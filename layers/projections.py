@@ -8,7 +8,9 @@ Shapes: B batch, T tokens, t tokens of a device, W width, F features, whose last
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +20,7 @@ from jaxtyping import Array, Float
 
 from kernels.collectives import ChosenCollectives, all_gather_matmul, matmul_reduce_scatter
 from layers.activation_sharding import ActivationSharding
+from layers.adapted_products import AdaptedMatrix, into_features, out_of_features
 
 Projection = nnx.Linear | nnx.LinearGeneral
 
@@ -49,6 +52,22 @@ def project(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
+    adapted = [projection for projection in projections if _lora(projection) is not None]
+    if adapted and (sharding is None or not _splits_features(sharding)):
+        return _project_adapted(sharding, inputs, projections, adapted)
+    products = _project(sharding, inputs, *projections)
+    if not adapted or sharding is None:
+        return products
+    return tuple(
+        product + _added(sharding, inputs, projection) if projection in adapted else product
+        for product, projection in zip(products, projections, strict=True)
+    )
+
+
+def _project(
+    sharding: ActivationSharding | None, inputs: Float[Array, "B T W"], *projections: Projection
+) -> tuple[Float[Array, "B T F ..."], ...]:
+    """The products by the projections' own matrices."""
     if sharding is None:
         return tuple(projection(inputs) for projection in projections)
     features = [projection.kernel.shape[1:] for projection in projections]
@@ -75,6 +94,34 @@ def project(
     return tuple(map(_with_bias, products, projections))
 
 
+def _project_adapted(
+    sharding: ActivationSharding | None,
+    inputs: Float[Array, "B T W"],
+    projections: Sequence[Projection],
+    adapted: Sequence[Projection],
+) -> tuple[Float[Array, "B T F ..."], ...]:
+    """The products where some projections have adapters and no axis splits features."""
+    dtype, scale = adapted[0].dtype, _lora(adapted[0]).scale
+    of_adapted = iter(into_features(inputs.astype(dtype), tuple(_adapted_matrix(each, 1) for each in adapted), scale))
+    products = []
+    for projection in projections:
+        if projection in adapted:
+            features = next(of_adapted).reshape(*inputs.shape[:-1], *projection.kernel.shape[1:])
+            product = _with_bias(features, projection)
+        else:
+            product = projection(inputs)
+        products.append(product if sharding is None else sharding.constrain_features(product))
+    return tuple(products)
+
+
+def _added(
+    sharding: ActivationSharding, inputs: Float[Array, "B T W"], projection: Projection
+) -> Float[Array, "B T F ..."]:
+    """The adapter's part where an axis splits features: its r features are all that ranks gather for it."""
+    reduced = sharding.gather_tokens(_lora(projection).reduce(inputs, projection.dtype))
+    return sharding.constrain_features(_lora(projection).expand(reduced))
+
+
 def project_back(
     sharding: ActivationSharding | None, features: Float[Array, "B T F ..."], projection: Projection
 ) -> Float[Array, "B T W"]:
@@ -88,6 +135,21 @@ def project_back(
     Raises:
       ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
+    if (lora := _lora(projection)) is None:
+        return _project_back(sharding, features, projection)
+    if sharding is not None and _splits_features(sharding):
+        reduced = sharding.scatter_tokens(lora.reduce(features, projection.dtype))
+        return _project_back(sharding, features, projection) + lora.expand(reduced)
+    flat = features.reshape(*features.shape[:2], -1).astype(projection.dtype)
+    product = out_of_features(flat, _adapted_matrix(projection, projection.kernel.ndim - 1), lora.scale)
+    product = _with_bias(product, projection)
+    return product if sharding is None else sharding.scatter_tokens(product)
+
+
+def _project_back(
+    sharding: ActivationSharding | None, features: Float[Array, "B T F ..."], projection: Projection
+) -> Float[Array, "B T W"]:
+    """The product by the projection's own matrix."""
     if sharding is None:
         return projection(features)
     *feature_spec, width = projection.kernel.shape
@@ -106,6 +168,24 @@ def project_back(
         sharding.residual_spec,
     )
     return _with_bias(outputs, projection)
+
+
+def _lora(projection: Projection) -> Any:
+    """The projection's `layers.lora.LoRA`; None: it has no adapter."""
+    return getattr(projection, "lora", None)
+
+
+def _splits_features(sharding: ActivationSharding) -> bool:
+    return sharding.mesh.shape[sharding.head_axis] > 1
+
+
+def _adapted_matrix(projection: Projection, num_inputs: int) -> AdaptedMatrix:
+    """A projection's matrix and adapter, whose first dims are inputs, as matrices."""
+    kernel, lora = _kernel(projection), _lora(projection)
+    num_features = math.prod(kernel.shape[:num_inputs])
+    rank = lora.a.shape[-1]
+    a, b = lora.a[...].reshape(num_features, rank), lora.b[...].reshape(rank, -1)
+    return AdaptedMatrix(kernel.reshape(num_features, -1), a, b)
 
 
 def _choose(

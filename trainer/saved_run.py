@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
 
 from layers import GPTConfig
+from layers.lora import adapted_shapes, merge_matrix
 from layers.pretrained.table import parameter_shapes
+from trainer.checkpoints.base import base_digest, read_base, require_same_base
 from trainer.checkpoints.folder import cannot_restore, list_checkpoints
-from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
+from trainer.checkpoints.parameters import FoundCheckpoint, find_newest, restore_params
 from trainer.config import TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.config.resume_changes import ConfigHistory
@@ -21,6 +25,7 @@ from trainer.data.documents import NONE
 from trainer.errors import UserMistake
 from trainer.files.paths import refuse_unusual
 from trainer.observers.record import read_record
+from trainer.step.frozen import split_frozen
 from trainer.workdir import Workdir
 
 
@@ -31,6 +36,58 @@ class SavedRun:
     config: TrainConfig
     """Of the steps up to the checkpoint."""
     checkpoint: FoundCheckpoint
+
+    def restore_params(self, abstract_params: Any) -> Any:
+        """Reads the model's parameters. Adapters are merged into their base, which is read, too.
+
+        Args:
+          abstract_params: the model's tree of `jax.ShapeDtypeStruct`s with shardings, without adapters.
+
+        Raises:
+          UserMistake: the base isn't there any more, or is another one.
+          TrainingFailed: they are of another form, or can't be read.
+        """
+        if self.config.lora.rank is None:
+            return restore_params(self.checkpoint, abstract_params)
+        require_same_base(self.config, base_digest(self.config), self.checkpoint.path, self.checkpoint.base)
+        trained = flatten_dict(self.restore_trained(abstract_params))
+        wanted = flatten_dict(abstract_params)
+        base = read_base(self.config, jax.tree.map(lambda leaf: leaf.sharding, abstract_params))
+        params = {}
+        for path, leaf in flatten_dict(base).items():
+            adapter = [trained[key] for name in ("a", "b") if (key := (*path[:-1], "lora", name)) in trained]
+            params[path] = _merge(trained.get(path, leaf), adapter, self.config.lora.scale, like=wanted[path])
+        return unflatten_dict(params)
+
+    def restore_trained(self, abstract_params: Any) -> Any:
+        """Reads the parameters that trained, adapters among them, from the checkpoint alone.
+
+        Args:
+          abstract_params: as for `restore_params`. Adapters lie whole on its devices.
+        """
+        model, lora = self.config.model, self.config.lora
+        wanted = flatten_dict(abstract_params)
+        some = next(iter(wanted.values())).sharding
+        whole = NamedSharding(some.mesh, PartitionSpec()) if isinstance(some, NamedSharding) else some
+        abstract = {
+            path: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=wanted[path].sharding if path in wanted else whole
+            )
+            for path, leaf in flatten_dict(split_frozen(lora, adapted_shapes(model, lora))[0]).items()
+        }
+        return restore_params(self.checkpoint, unflatten_dict(abstract))
+
+
+def _merge(array: jax.Array, adapter: Sequence[jax.Array], scale: float, *, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A parameter with its A and B, if it has them, in the dtype and sharding of another."""
+
+    def merge(array: jax.Array, *adapter: jax.Array) -> jax.Array:
+        if adapter:
+            a, b = adapter
+            array = merge_matrix(array, a, b, scale)
+        return array.astype(like.dtype)
+
+    return jax.jit(merge, out_shardings=like.sharding)(array, *adapter)
 
 
 def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> SavedRun:

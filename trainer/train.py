@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from trainer.checkpoints.base import require_base
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import RunPhase, TrainConfig
 from trainer.data import Corpus, load_corpus, make_batches
@@ -126,6 +127,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         )
     if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
+    require_base(config)
     phases = config.in_phases()
     for phase in phases:
         plan_context_parallelism(phase.config, None)  # refuses what no device can do, before the data is read
@@ -170,7 +172,12 @@ def prepare_phase(
         f"validation/{phase.index}", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer))
     )
     num_bytes, digest = json.loads(described)
-    flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
+    flops = FlopCounter(
+        config.model,
+        config.sequence_length,
+        keep_documents_apart=config.data.keep_documents_apart,
+        lora=config.lora,
+    )
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
     sources = tuple(share.source for share in validation_shares)
     return Setup(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from kernels.hopper.persistent_matmul import BLOCK_DEPTH
 from kernels.tracing.target import Target
 
 GroupedMatmul = Literal["mosaic_gpu", "xla"]
@@ -32,3 +33,8 @@ class GroupedMatmulChoice(NamedTuple):
     def has_kernels(self) -> bool:
         """True if kernels multiply, and so `grouped_gated_mlp` serves, and a kernel copies rows."""
         return self.name == "mosaic_gpu"
+
+    @property
+    def feature_multiple(self) -> int:
+        """What the numbers of features have to be multiples of."""
+        return BLOCK_DEPTH if self.has_kernels else 1

@@ -63,7 +63,7 @@ def read_params(
     config: GPTConfig,
     shardings: Any = None,
     *,
-    dtype: jnp.dtype | str | None = None,
+    dtype: jnp.dtype | str | Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Reads a Hugging Face folder's weights, each slice straight into its shard.
@@ -75,7 +75,7 @@ def read_params(
       directory: the folder.
       config: of the model: the folder's own, with changes that leave parameters as they are.
       shardings: a nested dict of shardings, like the parameters'; None: everything on the first device.
-      dtype: of the parameters; None: `config.param_dtype`.
+      dtype: of the parameters, one or a nested dict of one for each; None: `config.param_dtype`.
       progress: called after each chunk with the bytes that this process has read so far, and the total that it needs.
 
     Returns:
@@ -87,7 +87,8 @@ def read_params(
     family, _, _ = _read_family(directory)
     tree = parameter_shapes(config)
     shapes = {path: leaf.shape for path, leaf in flat(tree).items()}
-    dtype = jnp.dtype(config.param_dtype if dtype is None else dtype)
+    dtype = config.param_dtype if dtype is None else dtype
+    dtypes = flat(dtype) if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
     placement = _placement(shapes, shardings)
     with open_tensors(directory) as found:
         tensors: dict[str, Tensor] = dict(found)
@@ -97,10 +98,16 @@ def read_params(
         sources = find_sources(family, config, shapes)
         check_tensors(family, tensor_shapes(sources, shapes), tensors, os.fspath(directory))
         parameters = [
-            Parameter(source, shapes[path], placement[path], _stored_dtype(source, shapes[path], tensors))
+            Parameter(
+                source,
+                shapes[path],
+                placement[path],
+                _stored_dtype(source, shapes[path], tensors),
+                jnp.dtype(dtypes[path]),
+            )
             for path, source in sources.items()
         ]
-        arrays = ShardReader(tensors, dtype, progress).read(parameters)
+        arrays = ShardReader(tensors, progress).read(parameters)
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -127,10 +128,7 @@ def write_huggingface(
       ['config.json', 'model.safetensors']
     """
     target = Path(directory)
-    if target.exists() or target.is_symlink():
-        raise ValueError(f"{target} exists already; name a folder that is to be made, or remove that one")
-    if not target.parent.is_dir():
-        raise ValueError(f"{target.parent} is not a folder; make it, or choose another folder")
+    check_new(target)
     family, written = family_of(config, model_type)
     arrays = flat(params)
     shapes = _shapes_of(config)
@@ -145,17 +143,32 @@ def write_huggingface(
         )
     written = _more_keys(config, dtypes, generation_config, context_length) | written
     tensors = _written_tensors(find_sources(family, config, shapes), arrays, dtypes)
-    parts = target.parent / f".{target.name}.{secrets.token_hex(4)}"
-    os.mkdir(parts)  # with the permissions that the umask leaves; a temporary folder would be its owner's alone
-    try:
-        _write_json(parts / CONFIG_NAME, written)
+    with whole_folder(target) as parts:
+        write_json(parts / CONFIG_NAME, written)
         if generation_config is not None:
-            _write_json(parts / GENERATION_NAME, dict(generation_config))
+            write_json(parts / GENERATION_NAME, dict(generation_config))
         if tokenizer_dir is not None:
             for name in TOKENIZER_NAMES:
                 if (Path(tokenizer_dir) / name).exists():
                     shutil.copyfile(inside(tokenizer_dir, name), parts / name)
         _write_tensors(parts, tensors, arrays, shard_size)
+
+
+def check_new(target: Path) -> None:
+    """Raises ValueError if a folder exists already, or can't be made."""
+    if target.exists() or target.is_symlink():
+        raise ValueError(f"{target} exists already; name a folder that is to be made, or remove that one")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent} is not a folder; make it, or choose another folder")
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all is written; after an error, nothing is left of it."""
+    parts = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+    os.mkdir(parts)  # with the permissions that the umask leaves; a temporary folder would be its owner's alone
+    try:
+        yield parts
         os.rename(parts, target)
     except BaseException:
         shutil.rmtree(parts, ignore_errors=True)
@@ -193,7 +206,7 @@ class _WrittenTensor(NamedTuple):
 
     def make(self, arrays: Mapping[str, Any]) -> np.ndarray:
         """The tensor."""
-        parts = [_take(arrays[path], self.position) for path in self.source.paths]
+        parts = [take(arrays[path], self.position) for path in self.source.paths]
         return self.source.row.into_file([part.astype(self.dtype, copy=False) for part in parts])
 
 
@@ -223,18 +236,41 @@ def _write_tensors(
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     names = [WEIGHTS_NAME] if len(files) == 1 else names
     for file_name, contents in zip(names, files, strict=True):
-        with open(folder / file_name, "xb") as file:
-            file.write(_header(contents))
-            for tensor in contents.values():
-                file.write(np.ascontiguousarray(tensor.make(arrays)).reshape(-1).view(np.uint8).data)
-            _sync(file)
+        write_file(folder / file_name, contents, arrays)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, contents in zip(names, files, strict=True) for name in contents}
         total_size = sum(tensor.num_bytes for tensor in tensors.values())
-        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
-def _header(contents: Mapping[str, _WrittenTensor]) -> bytes:
+class WritableTensor(Protocol):
+    """A tensor of a safetensors file to write."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def make(self, arrays: Mapping[str, Any]) -> np.ndarray: ...
+
+
+def write_file(path: Path, contents: Mapping[str, WritableTensor], arrays: Mapping[str, Any]) -> None:
+    """Writes a safetensors file, a tensor at a time.
+
+    Args:
+      path: of the file, which must not exist.
+      contents: the tensors by their names.
+      arrays: that they are made of.
+    """
+    with open(path, "xb") as file:
+        file.write(_header(contents))
+        for tensor in contents.values():
+            file.write(np.ascontiguousarray(tensor.make(arrays)).reshape(-1).view(np.uint8).data)
+        _sync(file)
+
+
+def _header(contents: Mapping[str, WritableTensor]) -> bytes:
     # transformers asks for the format; readers want the data to begin at a multiple of 8.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -246,7 +282,8 @@ def _header(contents: Mapping[str, _WrittenTensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _take(array: Any, position: tuple[int, ...]) -> np.ndarray:
+def take(array: Any, position: tuple[int, ...]) -> np.ndarray:
+    """An array at a position of its leading dims."""
     if isinstance(array, Tensor):
         rest = tuple(array.shape[len(position) :])
         return array.read((*(slice(index, index + 1) for index in position), *whole(rest))).reshape(rest)
@@ -261,7 +298,8 @@ def _take_traced(array: jax.Array, position: jax.Array) -> jax.Array:
     return array[tuple(position)]
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a new file of JSON."""
     with open(path, "xb") as file:
         file.write(json.dumps(value, indent=2).encode() + b"\n")
         _sync(file)

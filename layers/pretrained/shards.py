@@ -44,12 +44,14 @@ class Parameter:
       shape: its whole shape.
       sharding: where it goes.
       stored_dtype: of the tensors; of different ones the dtype that holds all their values.
+      dtype: of the array that is made of them.
     """
 
     source: Source
     shape: tuple[int, ...]
     sharding: Sharding
     stored_dtype: np.dtype
+    dtype: np.dtype
 
     @functools.cached_property
     def shards(self) -> dict[Bounds, list[jax.Device]]:
@@ -126,29 +128,29 @@ class _Job:
         """Bytes of the chunk, in the tensors."""
         return self.parameter.stored_dtype.itemsize * self.chunk.num_blocks * math.prod(_sizes(self.chunk.box))
 
-    def growth(self, shard: Bounds, device: jax.Device, dtype: np.dtype) -> _Growth:
-        """The program that writes the chunk into one of its shards, which has a dtype."""
+    def growth(self, shard: Bounds, device: jax.Device) -> _Growth:
+        """The program that writes the chunk into one of its shards."""
         in_file = _in_file(_sizes(self.chunk.part_of(shard)), self.parameter.source.row.order)
         return _Growth(
-            _Empty(_sizes(shard), dtype, device),
+            _Empty(_sizes(shard), self.parameter.dtype, device),
             len(self.chunk.stacked),
             (self.chunk.num_blocks, *in_file),
-            self.part_dtype(dtype),
+            self.part_dtype,
             self.parameter.order,
         )
 
-    def part_dtype(self, dtype: np.dtype) -> np.dtype:
+    @property
+    def part_dtype(self) -> np.dtype:
         """The dtype that is sent to devices: a wider one is rounded on the host, as devices may not have float64."""
-        stored = self.parameter.stored_dtype
+        stored, dtype = self.parameter.stored_dtype, self.parameter.dtype
         return dtype if stored.itemsize > dtype.itemsize else stored
 
 
 class ShardReader:
     """Makes arrays of a folder's tensors; `progress` gets the bytes read so far and their total after each chunk."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], dtype: jnp.dtype, progress: Progress | None):
+    def __init__(self, tensors: Mapping[str, Tensor], progress: Progress | None):
         self.tensors = tensors
-        self.dtype = dtype
         self.progress = progress
 
     def read(self, parameters: Sequence[Parameter]) -> list[jax.Array]:
@@ -172,7 +174,7 @@ class ShardReader:
                         placed = jax.device_put(part, device)
                         transfers.append(placed)
                         if not job.at_once:
-                            growth = job.growth(shard, device, self.dtype)
+                            growth = job.growth(shard, device)
                             grown = shards.get((shard, device))
                             if grown is None:
                                 grown = programs[growth.shard].result()()
@@ -194,7 +196,7 @@ class ShardReader:
         for job in jobs:
             for shard in () if job.at_once else job.chunk.shards:
                 for device in job.parameter.shards[shard]:
-                    growth = job.growth(shard, device, self.dtype)
+                    growth = job.growth(shard, device)
                     for program in (growth.shard, growth):
                         if program not in programs:
                             programs[program] = executor.submit(_compile, program, has_x64)
@@ -220,7 +222,7 @@ class ShardReader:
         source, chunk, box = job.parameter.source, job.chunk, _index(job.chunk.box)
         names = map(source.tensor_name, chunk.positions())
         blocks = [source.row.read(self.tensors[name], source.which, source.shapes, box) for name in names]
-        dtype = self.dtype if job.at_once else job.part_dtype(self.dtype)
+        dtype = job.parameter.dtype if job.at_once else job.part_dtype
         parts = []
         for shard in chunk.shards:
             cut = _in_file(_index(chunk.part_of(shard)), source.row.order)

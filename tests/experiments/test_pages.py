@@ -157,7 +157,7 @@ NO_PAGES = {"__init__", "generated_chats", "retrieval_documents"}
 
 def test_every_page_is_in_the_table():
     pages = {path.stem for path in Path(gpt_32k.__file__).parent.glob("*.py")} - NO_PAGES
-    assert pages == {name for name, _ in FAMILIES} | {"continue_pretrained", "extend_context"}, (
+    assert pages == {name for name, _ in FAMILIES} | {"continue_pretrained", "extend_context", "extend_8b_one_gpu"}, (
         "of which the folder's family goes out"
     )
 

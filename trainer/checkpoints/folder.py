@@ -119,6 +119,8 @@ class Metadata:
     """The data iterator's state, as JSON values."""
     config_history: Any
     """The config that led here and its changes, as JSON values."""
+    base: str | None = None
+    """SHA-256 of the frozen base that the adapters belong to; None: the state has all parameters."""
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -135,7 +137,7 @@ def read_metadata(path: Path) -> Metadata:
         raise cannot_restore(path, "its run.json is no object with step, data and config_history")
     if isinstance(run["step"], bool) or run["step"] != int(path.name):
         raise cannot_restore(path, f"its run.json is of step {str(run['step'])[:40]}; was the folder renamed?")
-    return Metadata(int(path.name), run["data"], run["config_history"])
+    return Metadata(int(path.name), run["data"], run["config_history"], run.get("base"))
 
 
 def cannot_restore(path: Path, reason: object) -> TrainingFailed:

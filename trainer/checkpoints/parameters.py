@@ -44,6 +44,8 @@ class FoundCheckpoint:
     """Newer checkpoints that were passed over."""
     digest: str
     """SHA-256 of its list of digests, and so of the whole checkpoint."""
+    base: str | None = None
+    """SHA-256 of the frozen base that its adapters belong to; None: it has all parameters."""
 
 
 def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None:
@@ -76,7 +78,7 @@ def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None
             tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
             held = metadata.config_history, metadata.data
-            return FoundCheckpoint(path, each, tokenizer, delimiters, *held, tuple(damaged), digest)
+            return FoundCheckpoint(path, each, tokenizer, delimiters, *held, tuple(damaged), digest, metadata.base)
         damaged.append(Damaged(path, reason))
     if damaged:
         raise all_damaged(damaged, "put a good copy back")

@@ -203,7 +203,7 @@ class Checkpoints:
             raise all_damaged(damaged, "put a good copy back, or start afresh with another --workdir")
         return None
 
-    def save(self, step: int, state: Any, data_state: Any, config_history: Any = None) -> None:
+    def save(self, step: int, state: Any, data_state: Any, config_history: Any = None, base: str | None = None) -> None:
         """Starts saving, and returns once the state may be overwritten. It waits for an earlier save first.
 
         Args:
@@ -211,6 +211,7 @@ class Checkpoints:
           state: tree of arrays.
           data_state: JSON values from which the data goes on with the batch after this step.
           config_history: JSON values that tell the config and its changes up to this step.
+          base: digest of the frozen base that the state's adapters belong to.
 
         Raises:
           TrainingFailed: this or the earlier save failed (a full disk, for example). Nothing is left of it, the
@@ -223,7 +224,7 @@ class Checkpoints:
         watched = contextlib.ExitStack()
         watched.enter_context(self._watched())
         try:
-            self._begin_save(unfinished, Metadata(step, data_state, config_history), state)
+            self._begin_save(unfinished, Metadata(step, data_state, config_history, base), state)
         except Exception as error:
             watched.close()
             self._abandon(unfinished)

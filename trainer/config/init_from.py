@@ -20,6 +20,7 @@ from layers import GPTConfig
 from layers.pretrained import config_from_huggingface
 from layers.pretrained.families import find_family
 from layers.pretrained.folder import inside, read_config
+from layers.pretrained.peft import base_of, model_folder
 from trainer.config.file import load_saved_config
 from trainer.config.sections import DataConfig, check_path
 from trainer.config.train_config import TrainConfig
@@ -94,6 +95,11 @@ class InitialModel:
             raise UserMistake(
                 f"init_optimizer='carry': the moments in {str(self.folder)!r} are of {self.optimizer_kind}, and "
                 f"optimizer.kind={config.optimizer.kind!r}; set it to that, or leave init_optimizer out"
+            )
+        if config.lora.rank is None and base_of(self.folder) is not None:
+            raise UserMistake(
+                f"init_from={str(self.folder)!r} holds adapters; set lora.rank, lora.alpha and lora.targets as there, "
+                "or name the base"
             )
         model = config.model
         for index, (ours, theirs) in enumerate(zip(_layers(model), _layers(self.model), strict=True)):
@@ -202,11 +208,12 @@ def read_initial_model(init_from: str) -> InitialModel:
         length = _trained_length_of_run(folder, held)
         return InitialModel(folder, held.model, tokenizer, end, begin, length, held.optimizer.kind)
     try:
-        model = config_from_huggingface(folder)
-        context_length = trained_length(read_config(folder), folder)
+        weights = model_folder(folder)
+        model = config_from_huggingface(weights)
+        context_length = trained_length(read_config(weights), weights)
     except (ValueError, OSError) as refused:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
-    tokenizer_file = folder / "tokenizer.json"
+    tokenizer_file = weights / "tokenizer.json"
     tokenizer = str(tokenizer_file) if os.path.isfile(tokenizer_file) else None
     return InitialModel(folder, model, tokenizer, context_length=context_length)
 

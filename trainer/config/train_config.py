@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kernels import Mask
-from layers import GPTConfig, RopeScaling
+from layers import GPTConfig, LoRAConfig, RopeScaling
 from trainer.config.options import (
     AT_LEAST_1,
     POSITIVE,
@@ -204,6 +204,7 @@ class TrainConfig:
     init_optimizer: Literal["fresh", "carry"] = option("fresh", "beginning")
     """carry: with a workdir as init_from, its optimizer's moments and its place in the same data go on, too."""
     data: DataConfig = field(default_factory=DataConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig, metadata=rules("model"))
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -348,6 +349,7 @@ class TrainConfig:
                 "puts other branches between the tokens of a branch; "
                 f"use LocalMask({window.stop - 1}, 0), which counts positions along the branch"
             )
+        self.lora.matrices(self.model)
         if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(
                 f"model.param_dtype={self.model.param_dtype!r}: training updates parameters in float32, since small "

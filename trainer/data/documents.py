@@ -243,11 +243,6 @@ def splitmix64(x: UInt64[np.ndarray, " D"]) -> UInt64[np.ndarray, " D"]:
     return x ^ (x >> np.uint64(31))
 
 
-def hash_of(*key: int | str) -> int:
-    """A pseudo-random number of 64 bits that follows from a key."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest(), "little")
-
-
 def shuffled(count: int, *key: int | str) -> Int64[np.ndarray, " N"]:
     """The numbers below a count in an order that follows from a key, the same one with every version of NumPy.
 
@@ -256,4 +251,5 @@ def shuffled(count: int, *key: int | str) -> Int64[np.ndarray, " N"]:
         [5, 7, 6, 2, 4, 1, 0, 3]
     """
     numbers = splitmix64(np.arange(count, dtype=np.uint64))
-    return np.argsort(splitmix64(numbers ^ np.uint64(hash_of(*key))), kind="stable")
+    digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=8).digest()
+    return np.argsort(splitmix64(numbers ^ np.frombuffer(digest, "<u8")[0]), kind="stable")

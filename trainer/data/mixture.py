@@ -6,10 +6,9 @@ which it would be a whole sequence behind. This order is that of WF²Q (Bennett 
 weighted fair queueing", INFOCOM), and it keeps every source within one sequence's tokens of its share, after every
 piece. (Drawing whatever is furthest behind doesn't: with ten sources, one falls 1.7 sequences behind.)
 
-Of a source, the piece is taken that fits the room best, out of a few documents that wait; an empty sequence begins with
-any of them, so that batches of short sequences have several. If none fits, another source that is not ahead may fill
-the room, as long as all deadlines can still be met. If none of theirs fits, a document is cut, unless it is a chat:
-then the room stays empty.
+Of a source, the piece is taken that fits the room best, out of a few documents that wait. If none fits, another source
+that is not ahead may fill the room, as long as all deadlines can still be met. If none of theirs fits, a document is
+cut, unless it is a chat: then the room stays empty.
 
 Everything follows from the seed, the sources and the place that the drawing begins at.
 
@@ -22,14 +21,13 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from trainer.config import SourceConfig
-from trainer.data.documents import hash_of, shuffled, splitmix64
+from trainer.data.documents import shuffled, splitmix64
 from trainer.data.packing import Piece
 from trainer.errors import DataError, DataUsedUpError
 
@@ -304,12 +302,11 @@ class _Source:
     def best_fit(self, room: int, sequence_length: int) -> int | None:
         """The waiting document whose next piece leaves the least room; None: none fits.
 
-        An empty sequence begins with a document that is drawn at random, by the targets that are left of it. So
-        sequences in a row don't hold the pieces of one long document, and no document waits for a gap of its size.
+        An empty sequence begins with the first document that fills it, or else with the first one: whatever waits
+        longest. So no document waits for ever for a gap of its size.
         """
         if room == sequence_length:
-            drawn = hash_of(self._seed, self.config.name, sum(self._tokens_by_length)) % sum(self._lefts)
-            return bisect.bisect_right([*accumulate(self._lefts)], drawn)
+            return next((index for index, left in enumerate(self._lefts) if left >= room), 0)
         fitting = [left for left in self._lefts if left <= room]
         return self._lefts.index(max(fitting)) if fitting else None
 

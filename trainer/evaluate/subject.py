@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from layers import LoRAConfig
 from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.folder import inside, read_config
-from trainer.checkpoints.parameters import restore_params
 from trainer.compile.out_of_memory import reason_of
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.config.init_from import is_workdir
@@ -92,13 +92,12 @@ def _open_run(command: EvaluateCommand, workdir: Path, console: Console) -> Subj
         check_tokenizer(tokenizer, checkpoint, config.model)
 
     def load(abstract: Any) -> tuple[int, Any]:
-        params = restore_params(checkpoint, abstract)
-        return checkpoint.step, params
+        return checkpoint.step, saved.restore_params(abstract)
 
     model = dataclasses.replace(config.model, implementation=None, decode_implementation=None)
     return Subject(
         config.name,
-        dataclasses.replace(config, model=model),
+        dataclasses.replace(config, model=model, lora=LoRAConfig()),  # adapters are merged
         tokenizer,
         trained_length=config.sequence_length,
         num_positions=None,

@@ -31,6 +31,8 @@ class ExportCommand:
     """Step of the checkpoint, of those that the run keeps. None: the newest."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the tensors. None: that of the run's parameters, so that every bit is kept."""
+    adapters: bool = False
+    """Write the adapters alone, as a folder that `peft` loads on top of the base. False: merge them into it."""
     tokenizer: str | None = None
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from layers.pretrained import write_huggingface
+from layers.pretrained.peft import model_folder, write_peft
 from layers.pretrained.save import GENERATION_NAME
 from layers.pretrained.table import parameter_shapes
 from trainer.checkpoints.parameters import FoundCheckpoint, stream_params
@@ -17,7 +19,7 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.export_command import ExportCommand
 from trainer.export.family import choose_family
 from trainer.export.tokenizer_folder import special_token_ids, tokenizer_folder
-from trainer.saved_run import load_trained_tokenizer, open_saved_run, read_init_from
+from trainer.saved_run import SavedRun, abstract_params, load_trained_tokenizer, open_saved_run, read_init_from
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
@@ -37,6 +39,9 @@ def run(command: ExportCommand) -> None:
         console.warning(f"{damaged}; the one before it is taken")
     if command.output.exists():  # what `write_huggingface` refuses, before minutes of reading
         raise UserMistake(f"--output {command.output} exists already; name a folder that is to be made, or remove it")
+    if command.adapters:
+        _export_adapters(command, saved, console)
+        return
     init_from = read_init_from(command.workdir)
     try:
         model_type, left = choose_family(saved.config.model, init_from.get("family"))
@@ -66,7 +71,10 @@ def run(command: ExportCommand) -> None:
                     context_length=context_length,
                 )
 
-            stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
+            if saved.config.lora.rank is None:
+                stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
+            else:
+                write(saved.restore_params(_on_host(saved, command.dtype)))
     except OutOfMemory as error:
         raise TrainingFailed(f"exporting: this machine is out of memory: {error.reason}; {describe_host()}") from error
     except OSError as error:
@@ -83,6 +91,35 @@ def run(command: ExportCommand) -> None:
     )
     if folder is None:
         console.note("without a tokenizer: the run's is no tokenizer.json")
+
+
+def _export_adapters(command: ExportCommand, saved: SavedRun, console: Console) -> None:
+    """Writes the folder of adapters of a command."""
+    config = saved.config
+    if config.lora.rank is None or config.init_from is None:
+        raise UserMistake(f"--adapters True: {config.name} has no adapters, as its lora.rank is None; leave it out")
+    if command.dtype is not None:
+        raise UserMistake(f"--dtype {command.dtype}: adapters are written in float32, as they train; leave it out")
+    base = model_folder(Path(config.init_from))
+    trained = saved.restore_trained(_on_host(saved, None))
+    try:
+        command.output.parent.mkdir(parents=True, exist_ok=True)
+        write_peft(command.output, config.model, config.lora, trained, base=base)
+    except OSError as error:
+        raise TrainingFailed(
+            f"--output {command.output} can't be written: {error.strerror}; nothing is left"
+        ) from error
+    except ValueError as refused:
+        raise UserMistake(f"--adapters True: {refused}") from refused
+    console.note(
+        f"exported the adapters of {config.name} at step {saved.checkpoint.step} to {command.output}, on top of {base}"
+    )
+
+
+def _on_host(saved: SavedRun, dtype: str | None) -> Any:
+    """The abstract parameters of a run in the host's memory, in a dtype; None: each in its own."""
+    shapes = abstract_params(saved.config.model, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return shapes if dtype is None else jax.tree.map(lambda leaf: leaf.update(dtype=dtype), shapes)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint) -> None:

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layers.layer_stacks import restack
 from layers.pretrained import read_params
 from layers.pretrained.folder import open_tensors
+from layers.pretrained.peft import base_of, model_folder, read_peft
 from layers.pretrained.table import parameter_shapes
-from trainer.checkpoints.parameters import FoundCheckpoint, restore_params, restore_state
+from trainer.checkpoints.base import read_base
+from trainer.checkpoints.parameters import FoundCheckpoint, restore_state
 from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
@@ -30,6 +33,7 @@ from trainer.loop.carry import into_layout
 from trainer.loop.origin import read_origin
 from trainer.loop.setup import Setup
 from trainer.saved_run import open_saved_run
+from trainer.step.frozen import without_adapters
 from trainer.step.functions import StepFunctions, make_step_functions
 from trainer.step.sharding import parameter_shardings
 from trainer.step.skipping import schedule_at
@@ -139,6 +143,8 @@ def load_initial_params(
     console.note("loading parameters …")
     if is_workdir(folder):
         params, origin = _load_checkpoint(folder, config, functions, console)
+    elif config.lora.rank is not None:
+        params, origin = _load_adapted(folder, config, functions), _describe_huggingface(folder)
     else:
         params, origin = _load_huggingface(folder, config, functions)
     require_same(peers, "init_from", origin)
@@ -164,10 +170,26 @@ def _load_huggingface(folder: Path, config: TrainConfig, functions: StepFunction
     return params, origin
 
 
+def _load_adapted(folder: Path, config: TrainConfig, functions: StepFunctions) -> Any:
+    """The base's parameters, and adapters: those of the folder, if it holds some, or fresh ones."""
+    shardings = functions.state_shardings.params
+    params = flatten_dict(functions.init_trained()) | flatten_dict(read_base(config, without_adapters(shardings)))
+    if base_of(folder) is not None:
+        try:
+            read = flatten_dict(read_peft(folder, config.model, config.lora))
+        except (ValueError, OSError) as refused:
+            raise UserMistake(f"init_from={str(folder)!r}: {refused}") from refused
+        places = flatten_dict(shardings)
+        dtype = config.model.param_dtype
+        params |= {path: jax.device_put(array.astype(dtype), places[path]) for path, array in read.items()}
+    return unflatten_dict(params)
+
+
 def _describe_huggingface(folder: Path) -> dict[str, Any]:
+    folder, named = model_folder(folder), folder
     with open_tensors(folder) as tensors:
         files = sorted({tensor.file.path for tensor in tensors.values()})
-    return read_origin(folder) | {
+    return read_origin(named) | {
         "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
         "files": {Path(file).name: os.path.getsize(file) for file in files},
     }
@@ -190,7 +212,7 @@ def _load_checkpoint(
             parameter_shapes(layout),
             parameter_shardings(parameter_shapes(layout), functions.mesh),
         )
-    params = restore_params(saved.checkpoint, abstract)
+    params = saved.restore_params(abstract)
     if restacked:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
         stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)

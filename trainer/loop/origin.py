@@ -8,6 +8,7 @@ from typing import Any
 
 from layers import GPTConfig
 from layers.pretrained.folder import read_config
+from layers.pretrained.peft import model_folder
 from trainer.config import TrainConfig
 from trainer.config.extension import SCALED, known_positions
 from trainer.config.init_from import is_workdir, load_newest_phase, read_initial_model, trained_length
@@ -57,6 +58,7 @@ def read_origin(folder: Path) -> dict[str, Any]:
     if is_workdir(folder):
         began_as, held = read_init_from(folder), load_newest_phase(folder)
         return {**began_as, "context_length": max(held.sequence_length, began_as.get("context_length", 0))}
+    folder = model_folder(folder)
     values = read_config(folder)
     length = trained_length(values, folder)
     return {"family": values["model_type"]} | ({} if length is None else {"context_length": length})

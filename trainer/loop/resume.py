@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer.checkpoints.base import read_base, require_same_base
 from trainer.checkpoints.folder import Metadata
 from trainer.checkpoints.training_state import Checkpoints, Restored
 from trainer.config import TrainConfig
 from trainer.config.resume_changes import ConfigChange, ConfigHistory, refuse_other_phases, refuse_other_run
 from trainer.loop.setup import Setup
 from trainer.saved_run import held_history
+from trainer.step.frozen import join_frozen, split_frozen, without_adapters
 from trainer.step.optimizer import make_schedule
+from trainer.step.train_step import TrainState
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
 
@@ -31,8 +34,12 @@ class Resumed(NamedTuple):
     """The record's entry about the checkpoint."""
 
 
-def restore(checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir, console: Console) -> Resumed:
+def restore(
+    checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir, console: Console, base: str | None
+) -> Resumed:
     """Reads the newest whole checkpoint, if there has ever been one, and tells on the console how the run goes on.
+
+    `base`: digest of the folder that holds what adapters leave frozen, which is read again.
 
     Raises:
       UserMistake, TrainingFailed: as `Checkpoints.restore_newest`, `refuse_other_checkpoint` and `go_on_from`.
@@ -42,10 +49,15 @@ def restore(checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir,
     def phase_of(step: int) -> int:
         return run.phase_at(step).index
 
-    restored = checkpoints.restore_newest(
-        lambda step: setups[phase_of(step)].functions.abstract_state,
-        lambda path, metadata: refuse_other_checkpoint(path, metadata, run),
-    )
+    def refuse(path: Path, metadata: Metadata) -> None:
+        refuse_other_checkpoint(path, metadata, run)
+        require_same_base(run, base, path, metadata.base)
+
+    def saved_state(step: int) -> TrainState:
+        state = setups[phase_of(step)].functions.abstract_state
+        return state._replace(params=split_frozen(run.lora, state.params)[0])
+
+    restored = checkpoints.restore_newest(saved_state, refuse)
     if restored is None:
         return Resumed(0, 0, None, ConfigHistory(run), None)
     setup = setups[phase_of(restored.step)]
@@ -58,7 +70,11 @@ def restore(checkpoints: Checkpoints, setups: Sequence[Setup], workdir: Workdir,
         console.note(change)
     passed_over = {str(item.path): item.reason for item in restored.damaged}
     origin = {"step": restored.step, "passed_over": passed_over}
-    return Resumed(restored.step, setup.phase.index, restored.state, history, origin)
+    state = restored.state
+    if base is not None:
+        params = read_base(setup.config, without_adapters(setup.functions.state_shardings.params))
+        state = state._replace(params=join_frozen(state.params, split_frozen(run.lora, params)[1]))
+    return Resumed(restored.step, setup.phase.index, state, history, origin)
 
 
 def refuse_other_checkpoint(path: Path, metadata: Metadata, run: TrainConfig) -> None:

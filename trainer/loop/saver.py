@@ -35,6 +35,8 @@ class Snapshot(NamedTuple):
     """Of the data, as JSON values."""
     config_history: Any
     """As JSON values."""
+    base: str | None = None
+    """Digest of the frozen base that the state's adapters belong to."""
 
 
 class Saver:

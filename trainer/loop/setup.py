@@ -14,6 +14,7 @@ from trainer.evaluate.tasks import Example
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.flops import FlopCounter
+from trainer.step.frozen import split_frozen
 from trainer.step.functions import StepFunctions
 from trainer.step.global_batch import make_global_batch
 from trainer.step.plan import Plan
@@ -103,6 +104,16 @@ class Setup:
         found = {"sharing": sharing, "chats": cuts}
         return {name: counts for name, counts in found.items() if counts is not None}
 
+    def _describe_adapters(self) -> dict[str, str]:
+        """A line for adapters; none where all parameters train."""
+        lora = self.config.lora
+        if lora.rank is None:
+            return {}
+        trained, _ = split_frozen(lora, self.functions.abstract_state.params)
+        num_trained = sum(leaf.size for leaf in jax.tree.leaves(trained))
+        names = ", ".join(lora.matrices(self.config.model))
+        return {"lora": f"{format_count(num_trained)} parameters train: rank {lora.rank} on {names}"}
+
     def describe_phase(self) -> str:
         """A line for the beginning of the phase."""
         config, phase = self.config, self.phase
@@ -126,6 +137,7 @@ class Setup:
             "mesh": " × ".join(f"{axis} {size}" for axis, size in self.functions.mesh.shape.items()),
             "model": f"{format_count(self.functions.num_parameters)} parameters, {config.model.num_layers} layers "
             f"of width {config.model.width}, {config.model.compute_dtype} compute",
+            **self._describe_adapters(),
             **self.plan.describe(),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
             f"{data['tokenizer']} tokenizer, documents {self.corpus.tokenizer.delimiters}, "

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from trainer.checkpoints.base import base_digest
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
@@ -35,6 +36,7 @@ from trainer.observers.metrics import LoggedEntries
 from trainer.observers.observer import Ending, Observers, PhaseBegun, Start
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
+from trainer.step.frozen import split_frozen
 from trainer.step.train_step import TrainState
 from trainer.workdir import Workdir
 
@@ -68,6 +70,8 @@ class TrainingLoop:
         )
         self.saver = Saver(self.checkpoints, workdir, config, this.console, this.account, self.observers, this.stop)
         self.config_history = ConfigHistory(config)
+        self.base: str | None = None
+        """Digest of the frozen base of adapters."""
         self.evaluator = Evaluator(self.setup, this.account, self.observers, this.stop)
         self.length_evaluator = LengthEvaluator(workdir.path, this.account, this.console, self.observers, self.peers)
         self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
@@ -85,7 +89,8 @@ class TrainingLoop:
     def restore(self) -> None:
         """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
         with self.account.measure("checkpoint"), running("restoring"):
-            resumed = restore(self.checkpoints, self.setups, self.workdir, self.console)
+            self.base = json.loads(self.peers.of_first("base", lambda: json.dumps(base_digest(self.config))))
+            resumed = restore(self.checkpoints, self.setups, self.workdir, self.console, self.base)
             if resumed.state is None and self.config.init_optimizer == "carry":
                 state, origin = load_initial_state(self.setup, self.console, self.peers)
                 resumed = resumed._replace(state=state)
@@ -224,7 +229,9 @@ class TrainingLoop:
 
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this very step."""
-        return Snapshot(self.progress.step, self.state, self.setup.batches.get_state(), self.config_history.to_json())
+        trained, _ = split_frozen(self.config.lora, self.state.params)
+        state, place = self.state._replace(params=trained), self.setup.batches.get_state()
+        return Snapshot(self.progress.step, state, place, self.config_history.to_json(), self.base)
 
     def end(self) -> int:
         """Tells the observers that the attempt has ended well, and returns its exit status.

@@ -10,6 +10,7 @@ import jax
 from kernels.backends import Task
 from layers import GPT
 from layers.generator import Generator, SampleRequest
+from layers.lora import merge_adapters
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
@@ -42,7 +43,9 @@ class Samples:
             num_new_tokens = min(samples.num_tokens, length - len(tokens) + 1)
             self._requests.append(SampleRequest(tokens, num_new_tokens, samples.seed, tokenizer.delimiters.end))
         self._choice = samples
-        self._generator = Generator(GPT, config.model, vocab_size=tokenizer.vocab_size)
+        generator = Generator(GPT, config.model, vocab_size=tokenizer.vocab_size)
+        self._generator = generator
+        self._lay_out = jax.jit(lambda params: generator.lay_out(merge_adapters(config.lora, params)))
 
     def check(self) -> None:
         """Checks that the backends that the config names serve the prompts; looks at the devices.
@@ -57,13 +60,13 @@ class Samples:
         """Continues the prompts.
 
         Args:
-          params: of the model, on the mesh.
+          params: of the model, on the mesh, with adapters if it has them.
           mesh: they are gathered on each of its devices for the while, in the compute dtype.
 
         Returns:
           Each prompt and what the model makes of it.
         """
-        laid_out = on_one_device(self._generator.lay_out(params), mesh)
+        laid_out = on_one_device(self._lay_out(params), mesh)
         added: list[list[int]] = [[] for _ in self._requests]
         for new in self._generator.generate(laid_out, self._requests, self._choice):
             if new.token != self._tokenizer.delimiters.end:

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from layers import GPTConfig
-from trainer.checkpoints.parameters import FoundCheckpoint, restore_params
+from trainer.checkpoints.parameters import FoundCheckpoint
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
 from trainer.data.tokenizers import PretokenizedIds
 from trainer.errors import UserMistake
-from trainer.saved_run import abstract_params, load_trained_tokenizer, open_saved_run
+from trainer.saved_run import SavedRun, abstract_params, load_trained_tokenizer, open_saved_run
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,12 @@ class TrainedRun:
     model: GPTConfig
     """The run's, with its attention backends replaced if that was asked for."""
     tokenizer: Tokenizer
-    checkpoint: FoundCheckpoint
+    saved: SavedRun
+
+    @property
+    def checkpoint(self) -> FoundCheckpoint:
+        """The checkpoint that is sampled from."""
+        return self.saved.checkpoint
 
     def restore_params(self, device: jax.Device) -> Any:
         """Reads the model's parameters onto one device.
@@ -37,7 +42,7 @@ class TrainedRun:
           TrainingFailed: the checkpoint can't be read.
         """
         abstract = abstract_params(self.model, jax.sharding.SingleDeviceSharding(device))
-        return restore_params(self.checkpoint, abstract)
+        return self.saved.restore_params(abstract)
 
 
 def open_run(path: Path, *, step: int | None, tokenizer: str | None, implementations: Mapping[str, Any]) -> TrainedRun:
@@ -67,7 +72,7 @@ def open_run(path: Path, *, step: int | None, tokenizer: str | None, implementat
             "give its tokenizer.json with --tokenizer"
         )
     check_tokenizer(loaded, checkpoint, model)
-    return TrainedRun(config, model, loaded, checkpoint)
+    return TrainedRun(config, model, loaded, saved)
 
 
 def check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:

@@ -1,8 +1,8 @@
 """FLOPs of a training step and the device's peak: the two sides of model FLOPs utilisation (MFU).
 
-The count is that of PaLM's appendix B (arXiv:2204.02311), forward and backward: 6 per matmul parameter and token, 12
-per query head, head feature and attended pair. Norms, softmax, the optimizer and what rematerialisation recomputes
-don't count.
+The count is that of PaLM's appendix B (arXiv:2204.02311), forward and backward: 6 per matmul parameter and token, or 4
+if the parameter is frozen and has no gradient, 12 per query head, head feature and attended pair. Norms, softmax, the
+optimizer and what rematerialisation recomputes don't count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kernels import LocalMask, Mask, count_allowed_pairs
-from layers import GPTConfig
+from layers import GPTConfig, LoRAConfig
+from layers.lora_config import matrix_sides
 
 # Dense bfloat16 FLOP/s of one JAX device, by device_kind. The first pattern that matches fully counts.
 # GPU: the data sheets at nvidia.com/en-us/data-center (h100, h200, a100, l40s, l4, dgx-b200), whose figures "with
@@ -60,16 +61,28 @@ class FlopCounter:
       config: the model.
       sequence_length: T, and the length of the longest document.
       keep_documents_apart: as in `DataConfig`; False: all tokens of a sequence are one document.
+      lora: the adapters; None: all parameters train.
 
     >>> config = GPTConfig(vocab_size=256, num_layers=1, width=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8)
     >>> FlopCounter(config, 4)(np.array([[1, 1, 2, 2]]))  # 4 · 6 · 2432 and 12 · 8 · (3 + 3 of 16)
     StepFlops(causal=58944, noncausal=59904)
     """
 
-    def __init__(self, config: GPTConfig, sequence_length: int, *, keep_documents_apart: bool = True):
+    def __init__(
+        self,
+        config: GPTConfig,
+        sequence_length: int,
+        *,
+        keep_documents_apart: bool = True,
+        lora: LoRAConfig | None = None,
+    ):
         self._keep_documents_apart = keep_documents_apart
         self._num_heads = config.num_heads
         self._flops_per_token = 6 * num_matmul_parameters(config)
+        if lora is not None and lora.rank is not None:
+            num_head = config.width * config.vocab_size if lora.embeddings and config.tie_embeddings else 0
+            num_frozen = num_matmul_parameters(config) - num_head
+            self._flops_per_token += 6 * num_adapter_parameters(config, lora) - 2 * num_frozen
         self._sequence_length = sequence_length
         # Of all layers that have a mask together.
         self._flops_per_pair: Counter[Mask] = Counter()
@@ -138,6 +151,17 @@ def num_matmul_parameters(config: GPTConfig) -> int:
         else num_matrices * moe.num_experts_per_token * moe.expert_width + moe.num_experts
     )
     return attention + config.num_layers * mlp + config.width * config.vocab_size
+
+
+def num_adapter_parameters(config: GPTConfig, lora: LoRAConfig) -> int:
+    """Parameters of adapters that every token is multiplied by, those of as many experts as it goes to."""
+    assert lora.rank is not None, "there are adapters"
+    names, num_experts = lora.matrices(config), 1 if config.moe is None else config.moe.num_experts_per_token
+    return sum(
+        num_layers * lora.rank * sum(matrix_sides(config, layer)[name]) * (num_experts if ".experts." in name else 1)
+        for layer, num_layers in config.layer_counts.items()
+        for name in names
+    )
 
 
 def _document_lengths(segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " D"]:

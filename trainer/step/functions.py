@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 
 from kernels.context import SequenceSharding
 from layers import GPT, ActivationSharding
+from layers.lora import add_adapters
 from trainer.config import TrainConfig
+from trainer.step.frozen import split_frozen, with_frozen_dtype
 from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, TokenLosses
 from trainer.step.optimizer import make_optimizer, make_schedule
@@ -58,6 +60,8 @@ class StepFunctions:
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
     """Jitted: the state before the first step, made in its shards."""
+    init_trained: Callable[[], Any]
+    """Jitted: of these parameters, those that train. Without adapters, all."""
     begin_state: Callable[[Any], TrainState]
     """Jitted: params → the state before the first step, with these parameters. Donates them."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -99,7 +103,7 @@ def make_step_functions(
     plan = make_plan(config, mesh) if plan is None else plan
     model = functools.partial(make_model, config, mesh, plan)
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh, schedule_from)
-    init = functools.partial(init_state, model, optimizer)
+    init = functools.partial(init_state, config, model, optimizer)
     shapes = jax.eval_shape(init)
     shardings = parameter_shardings(shapes, mesh)
     if config.optimizer.offload_moments:
@@ -107,6 +111,7 @@ def make_step_functions(
     abstract_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
+    trained, _ = split_frozen(config.lora, abstract_state.params)
     gather = ParameterGather(abstract_state.params, mesh, compute_dtype=config.model.compute_dtype)
     of_batch, of_scalar = batch_sharding(mesh), replicated(mesh)
     context = StepContext(
@@ -124,12 +129,18 @@ def make_step_functions(
         mesh=mesh,
         graphdef=context.graphdef,
         abstract_state=abstract_state,
-        abstract_gradient=abstract_state.params if config.gradient_accumulation == 1 else gather.abstract_whole,
+        abstract_gradient=trained
+        if config.gradient_accumulation == 1
+        else split_frozen(config.lora, gather.abstract_whole)[0],
         abstract_batch=abstract_batch(config.batch_size),
         abstract_eval_batch=abstract_batch(config.batch_size // config.gradient_accumulation),
         init_state=jax.jit(init, out_shardings=shardings),
+        init_trained=jax.jit(
+            lambda: split_frozen(config.lora, init().params)[0],
+            out_shardings=split_frozen(config.lora, shardings.params)[0],
+        ),
         begin_state=jax.jit(
-            functools.partial(begin_state, optimizer),
+            functools.partial(begin_state, config, optimizer),
             in_shardings=(shardings.params,),
             out_shardings=shardings,
             donate_argnums=0,
@@ -144,7 +155,7 @@ def make_step_functions(
         gradients=jax.jit(
             functools.partial(mean_loss_gradient, context),
             in_shardings=(shardings.params, of_batch),
-            out_shardings=(shardings.params, of_scalar),
+            out_shardings=(split_frozen(config.lora, shardings.params)[0], of_scalar),
         ),
         eval_step=jax.jit(
             functools.partial(eval_step, context),
@@ -158,25 +169,30 @@ def make_step_functions(
 
 
 def make_model(config: TrainConfig, mesh: Mesh, plan: Plan) -> GPT:
-    """The model with fresh parameters, sharded over the mesh."""
+    """The model with fresh parameters, adapters among them, sharded over the mesh."""
     sharding = ActivationSharding(
         mesh,
         sequence_sharding=plan.sequence_sharding,
         exchange=config.context.exchange,
         collectives=config.tensor.collectives,
     )
-    return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
+    rngs = nnx.Rngs(config.seed)
+    model = GPT(config.model, rngs=rngs, activation_sharding=sharding)
+    add_adapters(model, config.lora, rngs)
+    return model
 
 
-def init_state(model: Callable[[], GPT], optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(config: TrainConfig, model: Callable[[], GPT], optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step, with the parameters of a fresh model."""
-    return begin_state(optimizer, nnx.to_pure_dict(nnx.state(model(), nnx.Param)))
+    params = nnx.to_pure_dict(nnx.state(model(), nnx.Param))
+    return begin_state(config, optimizer, with_frozen_dtype(config.lora, params))
 
 
-def begin_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+def begin_state(config: TrainConfig, optimizer: optax.GradientTransformation, params: Any) -> TrainState:
     """The state before the first step, with given parameters."""
     skipping = jax.tree.map(jnp.asarray, Skipping())
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), skipping)
+    trained, _ = split_frozen(config.lora, params)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trained), skipping)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:

@@ -168,6 +168,8 @@ class _Options(NamedTuple):
     logits_soft_cap: float | None
     shared_over: str | None
     exp_logits: ExpLogits | None
+    head_trains: bool = True
+    """False: nobody asks for the gradient of the head, which is frozen."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -175,10 +177,12 @@ def _cross_entropy(options: _Options, hidden, head_kernel, targets, weights) -> 
     return _sweep(options, _Tokens(hidden, targets, weights), head_kernel, with_gradients=False)[0]
 
 
-def _forward(options: _Options, hidden, head_kernel, targets, weights):
-    tokens = _Tokens(hidden, targets, weights)
+def _forward(options: _Options, *arguments):
+    options = options._replace(head_trains=arguments[1].perturbed)
+    hidden, head_kernel, *of_targets = jax.tree.map(lambda argument: argument.value, arguments)
+    tokens = _Tokens(hidden, *of_targets)
     loss, (d_hidden, d_head) = _sweep(options, tokens, head_kernel, with_gradients=True)
-    return loss, (d_hidden, d_head.astype(head_kernel.dtype))
+    return loss, (d_hidden, None if d_head is None else d_head.astype(head_kernel.dtype))
 
 
 def _backward(options: _Options, gradients, cotangents: CrossEntropy):
@@ -186,10 +190,10 @@ def _backward(options: _Options, gradients, cotangents: CrossEntropy):
         dtype = np.promote_types(gradient.dtype, cotangents.total.dtype)
         return (cotangents.total.astype(dtype) * gradient.astype(dtype)).astype(gradient.dtype)
 
-    return (*map(scaled, gradients), None, None)
+    return (*jax.tree.map(scaled, gradients), None, None)
 
 
-_cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _sweep(options: _Options, tokens: _Tokens, head_kernel: Float[Array, "D V"], *, with_gradients: bool):
@@ -206,7 +210,9 @@ def _sweep(options: _Options, tokens: _Tokens, head_kernel: Float[Array, "D V"],
         if gradients is None:
             return loss, None
         d_hidden, d_head = gradients
-        return loss, (d_hidden, lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True))
+        if d_head is not None:
+            d_head = lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True)
+        return loss, (d_hidden, d_head)
 
     length, num_devices = tokens.hidden.shape[1], jax.sharding.get_abstract_mesh().shape[axis]
     of_tokens = P(None, axis)
@@ -273,10 +279,11 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
             d_logits *= 1.0 - jnp.square(logits / cap)
         d_logits = jnp.where(weights != 0, d_logits, 0.0).astype(hidden.dtype)
         d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype).astype(hidden.dtype)
-        d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)
+        if d_head is not None:
+            d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)
         return d_head, (sums, d_hidden)
 
-    d_head = jnp.zeros(head.shape, sum_dtype) if with_gradients else None
+    d_head = jnp.zeros(head.shape, sum_dtype) if with_gradients and options.head_trains else None
     d_head, (sums, d_hidden) = lax.scan(sweep_chunk, d_head, _into_chunks(tokens, options.chunk_size))
     loss = _join_sums(sums, tokens)
     return loss, (_join_chunks(d_hidden, tokens), d_head) if with_gradients else None
@@ -284,7 +291,7 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
 
 def _sweep_by_exponentials(
     tokens: _Tokens, head: Float[Array, "D V"], options: _Options, exp_logits: ExpLogits
-) -> tuple[tuple[CrossEntropy, tuple[Array, Array]], Bool[Array, ""]]:
+) -> tuple[tuple[CrossEntropy, tuple[Array, Array | None]], Bool[Array, ""]]:
     """The loss and the gradients by exponentials, and whether they hold: no sum and no z-loss is too large for it."""
     sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
     target_logits = jnp.einsum("btd,btd->bt", tokens.hidden, head.T[tokens.targets], preferred_element_type=sum_dtype)
@@ -306,9 +313,10 @@ def _sweep_by_exponentials(
         at_targets = target_slopes * (1.0 - exp_sum / z_factor)
         terms = exponentials.at[jnp.arange(targets.size), targets].set(at_targets.astype(exponentials.dtype))
         d_hidden = (factors * jnp.dot(terms, head.T, preferred_element_type=sum_dtype)).astype(hidden.dtype)
-        d_head += jnp.dot(
-            (factors * hidden.astype(sum_dtype)).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype
-        )
+        if d_head is not None:
+            d_head += jnp.dot(
+                (factors * hidden.astype(sum_dtype)).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype
+            )
         # Of all tokens: infinite exponentials of one whose weight is 0, times 0, aren't 0. A NaN isn't held.
         highest_sum = _HIGHEST_SUM * jnp.where(is_counted, jnp.minimum(jnp.abs(weights), 1.0), 1.0)
         is_held = (exp_sum < highest_sum) & (z_factor > _LEAST_Z_FACTOR)
@@ -316,7 +324,8 @@ def _sweep_by_exponentials(
         return d_head, (sums, d_hidden, is_held.all())
 
     chunks = _into_chunks((tokens, target_logits, target_slopes), options.chunk_size)
-    d_head, (sums, d_hidden, is_held) = lax.scan(sweep_chunk, jnp.zeros(head.shape, sum_dtype), chunks)
+    d_head = jnp.zeros(head.shape, sum_dtype) if options.head_trains else None
+    d_head, (sums, d_hidden, is_held) = lax.scan(sweep_chunk, d_head, chunks)
     return (_join_sums(sums, tokens), (_join_chunks(d_hidden, tokens), d_head)), is_held.all()
 
 

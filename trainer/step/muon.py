@@ -25,7 +25,7 @@ from trainer.step.sharding import partition_spec, path_name
 # AdamW's updates have about this root mean square, so that its learning rate and weight decay serve Muon, too: an
 # orthogonal matrix's is 1 / √max(rows, columns) (Moonshot, arXiv:2502.16982, section 2.2).
 UPDATE_RMS = 0.2
-_BLOCK_MATRIX = re.compile(r"(?:^|\.)blocks\.\d+\..*\.kernel$")
+_BLOCK_MATRIX = re.compile(r"(?:^|\.)blocks\.\d+\..*\.(kernel|lora\.[ab])$")
 
 
 def muon_or_adam(params: Any) -> Any:
@@ -54,8 +54,10 @@ def orthogonalize(mesh: Mesh | None) -> optax.GradientTransformation:
         spec = P() if mesh is None else partition_spec(name, shape, mesh)
         if ".experts." in name:  # [layers, experts, …]: each expert has a matrix of its own
             stack, spec = lax.collapse(stack, 0, 2), P(None, *spec[2:])
-        # [layers, heads, head_dim, width] maps heads to the width; the others map the width to what follows.
-        num_rows = math.prod(stack.shape[1:-1]) if name.endswith("attention.output.kernel") else stack.shape[1]
+        # [layers, heads, head_dim, width] maps heads to the width, and its adapter's A to the rank; the others map one
+        # dim to what follows.
+        maps_heads = name.endswith(("attention.output.kernel", "attention.output.lora.a"))
+        num_rows = math.prod(stack.shape[1:-1]) if maps_heads else stack.shape[1]
 
         def orthogonalize_matrices(stack: Array) -> Array:
             matrices = stack.reshape(stack.shape[0], num_rows, -1)

@@ -15,7 +15,7 @@ from trainer.step.muon import muon_or_adam, orthogonalize
 from trainer.step.sharding import path_name
 
 # Chosen by a parameter's name, not its rank: a norm's scale, stacked over layers, is a matrix too.
-DECAYED = frozenset({"kernel", "embedding"})
+DECAYED = frozenset({"kernel", "embedding", "a", "b"})  # a and b of adapters
 NOT_DECAYED = frozenset({"scale", "bias", "sinks"})
 
 
@@ -65,7 +65,7 @@ def _ratio(count: jax.Array, of: int) -> jax.Array:
 
 
 def decay_mask(params: Any) -> Any:
-    """Which parameters weight decay applies to: kernels and embeddings, by name.
+    """Which parameters weight decay applies to: kernels, adapters and embeddings, by name.
 
     Returns:
       The tree with a bool in each leaf's place.

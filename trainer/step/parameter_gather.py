@@ -140,8 +140,9 @@ class ParameterGather:
         return jax.tree.map(lambda route, leaf: route.gather(leaf), self._routes, params)
 
     def reduce(self, gradients: Any) -> Any:
-        """Sums all devices' gradients of what `gather` returned. Each device keeps the shards of its parameters."""
-        return jax.tree.map(lambda route, leaf: route.reduce(leaf), self._routes, gradients)
+        """Sums all devices' gradients of what `gather` returned, or of a part; each device keeps its shards."""
+        routes = {path_name(path): route for path, route in jax.tree_util.tree_flatten_with_path(self._routes)[0]}
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: routes[path_name(path)].reduce(leaf), gradients)
 
     def sum(self, tree: Any) -> Any:
         """Sums over all devices what each has of its own tokens."""

@@ -40,28 +40,38 @@ shard, whatever they do with the tokens."""
 # layers: the scan over layers goes along their leading dim, which is never split. Attention kernels are
 # [layers, width, heads, head_dim] and, for the output, [layers, heads, head_dim, width]. Experts' kernels are
 # [layers, experts, in, out] and lie as the MLP's do. A router's is small, and it computes in float32: whole everywhere,
-# it is gathered in no other dtype.
+# it is gathered in no other dtype. An adapter's A and B lie as its kernel's inputs and outputs do, their rank whole.
 PARTITION_RULES: tuple[tuple[str, P], ...] = (
     (r"embedding\.embedding", P("tensor", STATE_AXES)),
     (r"head\.kernel", P(STATE_AXES, "tensor")),
     (r"final_norm\.scale", P(None)),
     (r"blocks\.\d+\.attention\.(query|key|value)\.kernel", P(None, STATE_AXES, "tensor", None)),
     (r"blocks\.\d+\.attention\.(query|key|value)\.bias", P(None, "tensor", None)),
+    (r"blocks\.\d+\.attention\.(query|key|value)\.lora\.b", P(None, None, "tensor", None)),
     (r"blocks\.\d+\.attention\.output\.kernel", P(None, "tensor", None, STATE_AXES)),
+    (r"blocks\.\d+\.attention\.output\.lora\.a", P(None, "tensor", None, None)),
     (r"blocks\.\d+\.attention\.output\.bias", P(None, None)),
     (r"blocks\.\d+\.attention\.(query_norm|key_norm)\.scale", P(None, None)),
     (r"blocks\.\d+\.attention\.sinks", P(None, "tensor")),
     (r"blocks\.\d+\.(attention|mlp)_(post_)?norm\.scale", P(None, None)),
     (r"blocks\.\d+\.mlp\.(up|gate)\.kernel", P(None, STATE_AXES, "tensor")),
     (r"blocks\.\d+\.mlp\.(up|gate)\.bias", P(None, "tensor")),
+    (r"blocks\.\d+\.mlp\.(up|gate)\.lora\.b", P(None, None, "tensor")),
     (r"blocks\.\d+\.mlp\.down\.kernel", P(None, "tensor", STATE_AXES)),
     (r"blocks\.\d+\.mlp\.down\.bias", P(None, None)),
+    (r"blocks\.\d+\.mlp\.down\.lora\.a", P(None, "tensor", None)),
     (r"blocks\.\d+\.mlp\.router\.kernel", P(None, None, None)),
     (r"blocks\.\d+\.mlp\.router\.bias", P(None, None)),
     (r"blocks\.\d+\.mlp\.experts\.(up|gate)\.kernel", P(None, None, STATE_AXES, "tensor")),
     (r"blocks\.\d+\.mlp\.experts\.(up|gate)\.bias", P(None, None, "tensor")),
     (r"blocks\.\d+\.mlp\.experts\.down\.kernel", P(None, None, "tensor", STATE_AXES)),
     (r"blocks\.\d+\.mlp\.experts\.down\.bias", P(None, None, None)),
+    (r"blocks\.\d+\.mlp\.experts\.(up|gate)\.lora\.a", P(None, None, STATE_AXES, None)),
+    (r"blocks\.\d+\.mlp\.experts\.(up|gate)\.lora\.b", P(None, None, None, "tensor")),
+    (r"blocks\.\d+\.mlp\.experts\.down\.lora\.a", P(None, None, "tensor", None)),
+    (r"blocks\.\d+\.mlp\.experts\.down\.lora\.b", P(None, None, None, STATE_AXES)),
+    (r"blocks\.\d+\.(attention|mlp)\.\w+\.lora\.a", P(None, STATE_AXES, None)),
+    (r"blocks\.\d+\.(attention|mlp)\.\w+\.lora\.b", P(None, None, STATE_AXES)),
 )
 
 

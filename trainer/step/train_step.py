@@ -34,6 +34,7 @@ from layers import GPT
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
+from trainer.step.frozen import join_frozen, split_frozen
 from trainer.step.loss import (
     CrossEntropy,
     TokenLosses,
@@ -65,9 +66,9 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """Steps made so far, those whose update was skipped among them."""
     params: Any
-    """Nested dict of float32 arrays, by the names of the model's attributes."""
+    """Nested dict by the names of the model's attributes, of float32 arrays, and bfloat16 where they are frozen."""
     opt_state: Any
-    """The optimizer's, its moments sharded like the parameters."""
+    """The optimizer's, of the parameters that train, its moments sharded like them."""
     skipping: Skipping
     """The record of updates that were skipped."""
 
@@ -126,6 +127,10 @@ class StepContext:
     def specs_of_params(self) -> Any:
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings.params)
 
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """The parameters that train, and the frozen ones."""
+        return split_frozen(self.config.lora, params)
+
 
 def train_step(context: StepContext, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     """One update of the state, unless it is skipped."""
@@ -176,14 +181,14 @@ def token_losses_on_device(context: StepContext, params: Any, batch: Batch) -> T
 
 
 def mean_loss_gradient(context: StepContext, params: Any, batch: Batch) -> tuple[Any, LossSums]:
-    """The gradient of the mean loss, sharded as the parameters are, and the sums over all targets."""
+    """The gradient of the mean loss by what trains, sharded as that is, and the sums over all targets."""
     mapped = context.gather.map_devices(
         functools.partial(gradient_on_device, context),
         in_specs=(context.specs_of_params, context.batch_sharding.spec),
-        out_specs=(context.specs_of_params, P()),
+        out_specs=(context.split(context.specs_of_params)[0], P()),
     )
     grads, sums = mapped(params, batch)
-    return lax.with_sharding_constraint(grads, context.shardings.params), sums
+    return lax.with_sharding_constraint(grads, context.split(context.shardings.params)[0]), sums
 
 
 def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple[Any, LossSums]:
@@ -191,25 +196,30 @@ def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple
     gather, dtype = context.gather, at_least_float32(jnp.dtype(context.config.model.compute_dtype))
     whole_size = gather.sum(StepSize(sum_weights(batch["weights"], dtype), count_tokens(batch)))
 
-    def share_of_loss(params, micro_batch, gather_layer=None):
-        sums = training_loss(context, params, micro_batch, whole_size, gather_layer)
+    def share_of_loss(trained, frozen, micro_batch, gather_layer=None):
+        sums = training_loss(context, join_frozen(trained, frozen), micro_batch, whole_size, gather_layer)
         return sums.mean, sums
 
     if context.config.gradient_accumulation == 1:
-        grads, sums = jax.grad(
-            lambda params: share_of_loss(gather.gather_others(params), batch, gather.gather_layer), has_aux=True
-        )(params)
+        trained, frozen = context.split(params)
+
+        def loss_of(trained):
+            gathered = context.split(gather.gather_others(join_frozen(trained, frozen)))
+            return share_of_loss(*gathered, batch, gather.gather_layer)
+
+        grads, sums = jax.grad(loss_of, has_aux=True)(trained)
         return grads, gather.sum(sums)
 
     whole = gather.gather(params)
+    whole_trained, whole_frozen = context.split(whole)
     gradient = jax.grad(share_of_loss, has_aux=True)
 
     def accumulate(total, micro_batch):
-        return jax.tree.map(jnp.add, total, gradient(whole, micro_batch)), None
+        return jax.tree.map(jnp.add, total, gradient(whole_trained, whole_frozen, micro_batch)), None
 
     micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, context.config.gradient_accumulation), batch)
     # In the parameters' dtype, whatever the layers' matrices are used in.
-    no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole, params)
+    no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole_trained, context.split(params)[0])
     shapes = jax.eval_shape(functools.partial(training_loss, context), whole, batch, whole_size)
     no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (grads, sums), _ = lax.scan(accumulate, (no_grads, no_sums), micro_batches)
@@ -297,6 +307,9 @@ def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch)
 
 def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) -> tuple[TrainState, StepMetrics]:
     """The state after an update by a gradient, or after a skipped one, and the metrics of the step."""
+    trained, frozen = context.split(state.params)
+    state, shardings = state._replace(params=trained), context.shardings
+    shardings = shardings._replace(params=context.split(shardings.params)[0])
     loss, z_loss = (divide_by_weights(total, sums.weight_sum) for total in (sums.nats, sums.z))
     num_tokens = jnp.maximum(sums.num_tokens, 1)
     load_balance, router_z = jax.tree.map(lambda total: total / num_tokens, (sums.load_balance, sums.router_z))
@@ -312,10 +325,15 @@ def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) 
             lambda new, old, sharding: new if is_on_host(sharding) else jnp.where(accepted, new, old),
             updated,
             state,
-            context.shardings,
+            shardings,
         )
         # A skipped update is a step, too.
-        kept = kept._replace(step=updated.step, opt_state=schedule_at(kept.opt_state, updated.step), skipping=skipping)
+        kept = kept._replace(
+            step=updated.step,
+            params=join_frozen(kept.params, frozen),
+            opt_state=schedule_at(kept.opt_state, updated.step),
+            skipping=skipping,
+        )
         learning_rate = context.schedule(state.step)
     window = context.config.model.scheduled_window
     metrics = StepMetrics(

@@ -9,11 +9,11 @@ from typing import get_args, get_origin, get_type_hints
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import kernels
 from kernels import CausalMask, LocalMask, MultiHeadMask
-from layers import GPT, GPTConfig, LayerOverride, MoEConfig, RopeScaling
+from layers import GPTConfig, LayerOverride, LoRAConfig, MoEConfig, RopeScaling
+from layers.lora import adapted_shapes
 from trainer.config import (
     CheckpointConfig,
     DataConfig,
@@ -143,8 +143,7 @@ def splits_of_the_partition_rules() -> set[tuple[str, tuple[str, ...]]]:
     fields[MIXTURE.moe.expert_width] = "moe.expert_width"
     splits, num_rules = set(), set()
     for model in (MODEL, MIXTURE):
-        module = nnx.eval_shape(lambda model=model: GPT(model, rngs=nnx.Rngs(0)))
-        params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        params = adapted_shapes(model, LoRAConfig(rank=1))
         for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
             spec = partition_spec(path_name(path), leaf.shape, mesh)
             lengths = zip(leaf.shape, spec, strict=True)

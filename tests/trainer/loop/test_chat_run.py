@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 from tests.trainer.data.chat_templates import STYLES, make_folder, random_chat
-from tests.trainer.loop.test_kill_and_resume import OPTIMISED, final_state, kill, wait_for_save
+from tests.trainer.loop.test_kill_and_resume import OPTIMISED, final_state, kill, wait_until
 
 pytest.importorskip("jinja2", reason="renders chat templates")
 
@@ -35,6 +36,11 @@ def get_config():
 """
 
 
+def newest_step(checkpoints: Path) -> int:
+    """The step of the newest checkpoint; 0: there is none."""
+    return max((int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()), default=0)
+
+
 @pytest.mark.full
 def test_a_chat_run_that_is_killed_twice_is_the_same_to_the_bit(trainer_command, tmp_path, read_run, rng):
     tokenizer = make_folder(tmp_path / "folder", STYLES["llama"], rng)
@@ -51,7 +57,8 @@ def test_a_chat_run_that_is_killed_twice_is_the_same_to_the_bit(trainer_command,
     assert finished.status == 0, finished.errors
     for _ in range(2):
         process = command.start("--workdir", killed, *arguments, **OPTIMISED)
-        wait_for_save(process, killed / "checkpoints", int(rng.integers(2, 4)), rng.uniform(0, 0.05))
+        later = newest_step(killed / "checkpoints") + int(rng.integers(3, 30))
+        wait_until(process, lambda step=later: newest_step(killed / "checkpoints") >= step)
         assert kill(process)[0], "it was running"
     resumed = command.run_alone("--workdir", killed, *arguments, **OPTIMISED)
     assert resumed.status == 0, resumed.errors

@@ -38,6 +38,7 @@ from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import make_step_functions
+from trainer.step.loss import CrossEntropy
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
 from trainer.terminal.streams import visible
@@ -116,7 +117,8 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
     )
     lines = ConsoleLines(Console(printed))
     evaluator = Evaluator(setup, TimeAccount(time.perf_counter()), lines, SimpleNamespace(requested=False))
-    evaluator.evaluate_if_due(60, lambda params, batch, step: (4.0, 2), trained.state)
+    sums = CrossEntropy(total=4.0, nats=4.0, z=0.0, weight_sum=2.0, num_targets=2, num_recomputed=0)
+    evaluator.evaluate_if_due(60, lambda params, batch, step: sums, trained.state)
     validation, texts = printed.getvalue().split("\n", 1)
     assert validation == "step 60: validation 2.0000 nats/token, 2.8854 bits/byte"
     # Five bytes more, fewer where the document ends; a prompt as long as the context gets one.

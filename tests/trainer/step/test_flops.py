@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, ScheduledWindow
-from layers import GPT, GPTConfig, LayerOverride, MoEConfig
+from layers import GPT, GPTConfig, LayerOverride, LoRAConfig, MoEConfig
+from layers.lora import adapted_shapes
 from trainer.step.flops import FlopCounter, num_matmul_parameters, peak_flops_per_s
 from trainer.step.sharding import path_name
 
@@ -168,3 +169,23 @@ def test_peaks_are_those_that_vendors_tell(teraflops, device_kinds):
 
 def test_the_table_is_for_bfloat16_alone():
     assert peak_flops_per_s(SimpleNamespace(device_kind="NVIDIA H200"), "float32") is None
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("moe", [None, MoEConfig(4, 3, 20)])
+def test_frozen_matrices_have_no_gradient_and_adapters_count(moe, embeddings):
+    """By the shapes of the parameters themselves."""
+    config = dataclasses.replace(CONFIG, moe=moe)
+    lora = LoRAConfig(rank=3, targets=("*.query", "*.down"), embeddings=embeddings)
+    trained = frozen = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(adapted_shapes(config, lora))[0]:
+        name = path_name(path)
+        size = leaf.size * 3 // 4 if ".experts." in name else leaf.size
+        if lora.trains(name) and not name.endswith("scale"):
+            trained += size
+        elif not name.endswith("scale"):
+            frozen += size
+    documents, ones = [np.array([8])], FlopCounter(config, 8, lora=lora)
+    dense = FlopCounter(config, 8)
+    difference = ones.of_documents(documents).causal - dense.of_documents(documents).causal
+    assert difference == 8 * (6 * trained + 4 * frozen - 6 * num_matmul_parameters(config))
