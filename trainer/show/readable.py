@@ -66,7 +66,7 @@ class Text:
             num_at_ends: tokens to show at either end; None: all.
         """
         num = len(self.ids)
-        if num_at_ends is None or num <= 2 * num_at_ends:
+        if num_at_ends is None or num <= 3 * num_at_ends:
             return [*texts_of(tokenizer, self.ids, self.weights, self.before)]
         first, last = num_at_ends, num - num_at_ends
         is_counted = self.is_counted[first:last]

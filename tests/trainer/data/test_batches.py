@@ -301,3 +301,30 @@ def test_bytes_of_the_targets_are_counted_whatever_stands_around_documents(rng, 
     targets = np.concatenate([batch.arrays["targets"][batch.arrays["weights"] != 0] for batch in batches])
     assert len(targets) == documents.num_tokens
     assert validation.count_bytes(ByteTokenizer()) == (targets < 256).sum()
+
+
+def test_a_batch_tells_the_documents_of_its_segments(make_iterator, corpus, rng):
+    before, after = make_iterator(), make_iterator(sequence_length=96)
+    before.skip(int(rng.integers(1, 12)))
+    after.set_state(before.get_state())
+    for _ in range(30):
+        batch = next(after)
+        for row, documents in enumerate(batch.documents):
+            segments, targets = (batch.arrays[name][row] for name in ("segment_ids", "targets"))
+            assert len(documents) == segments.max()
+            for place, document in enumerate(documents.tolist()):
+                piece = targets[segments == len(documents) - place].tobytes()
+                stream = corpus.train.stream(document, 1, int(corpus.train.num_targets[document]) + 1)
+                assert piece in stream.tobytes()
+
+
+def test_skipped_batches_are_those_that_would_come(make_iterator, rng):
+    count = int(rng.integers(1, 60))
+    ours, theirs = make_iterator(), make_iterator()
+    for each in (ours, theirs):
+        next(each)
+    ours.skip(count)
+    for _ in range(count):
+        next(theirs)
+    assert ours.get_state() == theirs.get_state()
+    np.testing.assert_array_equal(next(ours).arrays["tokens"], next(theirs).arrays["tokens"])

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.config import Phase, SourceConfig, TrainConfig
+from tests.trainer.data.chat_templates import STYLES, make_folder, random_chat
+from trainer.config import ChatConfig, Phase, SourceConfig, TrainConfig
 from trainer.config.file import config_to_json, load_config
 from trainer.data import load_corpus, make_train_iterator
 from trainer.show.__main__ import main
@@ -66,6 +67,13 @@ def page(trainer_command, tmp_path, rng, random_texts):
             data = dataclasses.replace(
                 data, source="trees", files=(write_lines(tmp_path / "t.jsonl", some_trees(rng)),)
             )
+        elif kind == "chats":
+            pytest.importorskip("jinja2", reason="renders chat templates")
+            tokenizer = make_folder(tmp_path / "folder", STYLES[str(rng.choice(list(STYLES)))], rng)
+            lines = [{"messages": random_chat(rng, 3, calls=False), "weight": 2.0} for _ in range(60)]
+            files = (write_lines(tmp_path / "t.jsonl", lines),)
+            chat = ChatConfig(too_long="cut")
+            data = dataclasses.replace(data, source="chats", files=files, tokenizer=str(tokenizer), chat=chat)
         elif kind == "text":
             lines = [{"text": text} for text in random_texts(60)]
             data = dataclasses.replace(data, source="jsonl", files=(write_lines(tmp_path / "t.jsonl", lines),))
@@ -84,6 +92,8 @@ def page(trainer_command, tmp_path, rng, random_texts):
         config = dataclasses.replace(
             config, data=data, sequence_length=LENGTH, batch_size=BATCH, phases=phases, seed=int(rng.integers(100))
         )
+        if kind == "chats":
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=2000))
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config_to_json(config)))
         return path, config
@@ -138,7 +148,8 @@ def read_shown(text: str) -> list[tuple[int, float]]:
             assert is_open
             weight = float(match[1].removeprefix("×"))
         else:
-            found += [(int(each), weight) for each in re.findall(r"\d+", match[1].rpartition("> ")[2])]
+            _, *ids = re.split(r"^(?:\S*[^\s\d]\S* )?", match[1], maxsplit=1)
+            found += [(int(each), weight) for each in ids[0].split()]
     assert not is_open
     return found
 
@@ -150,7 +161,9 @@ def shown_sequences(output: str) -> list[str]:
     return [re.sub(r"\n── .*\n", "\n", part) for part in parts]
 
 
-@pytest.mark.parametrize(("kind", "phase"), [("text", 0), ("trees", 0), ("mixture", 0), ("mixture", 1), ("phases", 1)])
+@pytest.mark.parametrize(
+    ("kind", "phase"), [("text", 0), ("trees", 0), ("chats", 0), ("mixture", 0), ("mixture", 1), ("phases", 1)]
+)
 def test_it_shows_the_batches_that_train(show, page, kind, phase):
     path, config = page(kind)
     options = ("--num-sequences", BATCH + 1, "--ids", "--whole", *(("--phase", phase + 1) if config.phases else ()))
