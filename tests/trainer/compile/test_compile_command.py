@@ -117,8 +117,8 @@ def test_the_step_of_a_config_on_this_machine(config, compile_step, capsys):
     # Two moments of every parameter, and some counters. fsdp, context and tensor split the parameters; the norms don't.
     assert 2 * state["parameters"] <= state["optimizer_state"] < 2 * state["parameters"] + 100
     assert profile["num_parameters"] / 2 <= state["parameters"] < 1.1 * profile["num_parameters"] / 2
-    # Five arrays of int32, the token order among them, since the sequence is sharded; and one of booleans.
-    assert state["batch"] == (5 * 4 + 1) * 256 // 4
+    # Five arrays of int32, the token order among them, since the sequence is sharded; and the weights, of float32.
+    assert state["batch"] == 6 * 4 * 256 // 4
     assert memory["arguments"] == pytest.approx(sum(state.values()), rel=0.05)
     assert (verdict["fits"], verdict["needed"]) == (True, memory["peak"])
     assert verdict["spare"] == verdict["available"]["size"] - verdict["needed"] > 0
