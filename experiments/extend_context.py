@@ -18,8 +18,8 @@ Hardware and expected numbers:
     exported by `python -m trainer.export`, on that page's documents, with
     `--config experiments/extend_context.py:num_steps=600,learning_rate=5e-4 --data.tokenizer byte --data.source jsonl
     --data.files '~/.cache/flax-longcontext/documents/long*.jsonl' --evaluation.lengths 2048 32768 131072`. One H200
-    (JAX 0.11.2, 2026-11-29, f44340d5): 3 min 24 s, of which steps 148 s. Questions answered exactly, teacher-forced, over ten
-    depths (20 of each kind and length):
+    (JAX 0.11.2, 2026-11-29, f44340d5): 3 min 24 s, of which steps 148 s. Questions answered exactly, teacher-forced,
+    over ten depths (20 of each kind and length):
 
         tokens           2,048   32,768   131,072
         step 300          100%     100%       25%    single needles

@@ -43,7 +43,7 @@ def _swap_parts(into_file: Callable) -> Callable:
 _CHANGES = {
     "shards on each other's devices": (shards, "_devices_of", _swap_shards),
     "a bit less": (shards.ShardReader, "_read_chunk", _drop_a_bit),
-    "layers in the wrong order": (save, "_take", _swap_layers),
+    "layers in the wrong order": (save, "take", _swap_layers),
     "gate and up the wrong way round": (TensorRow, "into_file", _swap_parts),
 }
 FAULTS = tuple(_CHANGES)

@@ -49,6 +49,8 @@ def did_you_mean_field(name: str, fields: Iterable[str]) -> str:
     meant += [field for field in known if _word(field) == word]
     if candidates := " or ".join(known[field] for field in meant[:2]):
         return f"; did you mean {candidates}?"
+    if ours:  # not a field that is spelt like the word by chance
+        return ""
     # Of a known section, only the word in it can be wrong.
     section = typed[: -len(word)]
     siblings = {_word(field): field for field in known if section and field.startswith(section)}

@@ -15,6 +15,7 @@ from trainer.observers.observer import Start
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.step.flops import StepFlops
+from trainer.step.train_step import TrainState
 from trainer.workdir import claim_workdir
 
 
@@ -54,7 +55,8 @@ def make_loop(config, tmp_path, watched_console):
         loop.programs = SimpleNamespace(
             train_step=lambda state, _: (state, metrics), eval_step=None, is_compiling=False
         )
-        loop.state = {"w": jnp.zeros(3)}
+        zero = jnp.zeros(())
+        loop.state = TrainState(step=zero, params={"w": jnp.zeros(3)}, opt_state={"m": zero}, skipping={"mean": zero})
         loop.observers.observe(Start(0, config.num_steps, [], []))
         opened.append(loop)
 
