@@ -81,7 +81,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def has_positions(self) -> bool:
-        """Whether either side's positions are traced; the other side's then count from 0."""
+        """True if either side's positions are traced; the other side's then count from 0."""
         return self.has_query_positions or self.has_key_value_positions
 
     @property

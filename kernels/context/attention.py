@@ -186,7 +186,7 @@ class _MeshKernel(Kernel):
 
     @property
     def has_whole_sequences(self) -> bool:
-        """Whether the inputs, the lse and the cotangent are whole sequences of some heads."""
+        """True if the inputs, the lse and the cotangent are whole sequences of some heads."""
         return self.exchange == "all_to_all"
 
     @property

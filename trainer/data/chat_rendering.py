@@ -44,8 +44,8 @@ def render_chat(chat: Chat, template: ChatTemplate, encoder: ChatEncoder, loss: 
         loss: on the assistant's turns, on all tokens, or on the assistant's last turn.
 
     Raises:
-        DataError: the template refuses it, no part of its text is known to be the assistant's, or a text in it can't be
-            told from a special token; names its place.
+        DataError: the template refuses it, no part of its text is known to be the assistant's, or a text in it can't
+            be distinguished from a special token; names its place.
     """
     if loss != "all" and not chat.assistant_turns:
         raise DataError(f"{chat.place}: no turn of the assistant, which the loss would be of; drop the chat")

@@ -1,6 +1,6 @@
 """`python -m trainer.show --config FILE [--num-sequences 2] [--ids] [--whole] [--html FILE] [--phase N]`.
 
-The sequences and the tables go to standard output, what is told meanwhile to standard error. Exit status: 0 completed;
+The sequences and the tables go to standard output, and other messages to standard error. Exit status: 0 completed;
 1 a file can't be written, or the documents are used up; 2 a mistake in the command, the config or the data, in one
 message; 130 Ctrl-C. No device is started, and nothing is compiled.
 """

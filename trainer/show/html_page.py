@@ -77,10 +77,10 @@ def _elements(pieces: Iterable[Marked]) -> Iterator[str]:
             yield f"<u>{escape(text)}</u>"
             continue
         ids = " ".join(map(str, token.ids))
-        told = "no target" if token.weight is None else f"weight {token.weight:g}"
+        meaning = "no target" if token.weight is None else f"weight {token.weight:g}"
         classes = [
             name for name, is_so in (("special", token.is_special), ("negative", (token.weight or 0) < 0)) if is_so
         ]
         attributes = f' class="{" ".join(classes)}"' if classes else ""
         tag = "b" if token.weight else "i"
-        yield f'<{tag}{attributes} title="id {ids}, {told}">{escape(text)}</{tag}>'
+        yield f'<{tag}{attributes} title="id {ids}, {meaning}">{escape(text)}</{tag}>'

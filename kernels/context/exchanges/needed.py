@@ -32,7 +32,7 @@ MOST_CHUNKS = 8192
 
 
 def can_leave_any(call: AttentionCall, split: Split) -> bool:
-    """Whether there may be keys that no other rank needs, in chunks few enough to tell."""
+    """True where there may be keys that no other rank needs, in chunks few enough to tell."""
     is_bounded = call.has_segment_ids or reach_of(call) is not None
     return is_bounded and split.length // split.run_chunk <= MOST_CHUNKS
 
@@ -52,7 +52,7 @@ def needed_by_others(
     chunks: Int[Array | np.ndarray, "B C"],
     segment_ids: Int[Array, "B t"] | None,
 ) -> Bool[Array | np.ndarray, "B C R"]:
-    """Whether each rank may attend to each chunk that it doesn't hold.
+    """True where a rank may attend to a chunk that it doesn't hold.
 
     Args:
       call: of one rank.
@@ -75,7 +75,7 @@ def needed_by_others(
 
 
 def may_share_documents(segment_ids: Int[Array, "B c l"], split: Split) -> Bool[Array, "B C C"]:
-    """Whether the ids of two chunks lie in ranges that overlap, for all chunks in the order of the ranks.
+    """True where the ids of two chunks lie in ranges that overlap, for all chunks in the order of the ranks.
 
     Args:
       segment_ids: of the rank's chunks, of whatever length.

@@ -219,7 +219,7 @@ def needed_hops(call: AttentionCall, split: Split, segment_ids: Int[Array, "B t"
 
 
 def documents_bound_hops(call: AttentionCall, split: Split) -> bool:
-    """Whether documents may end a ring early. Their ids tell, at run time.
+    """True if documents may end a ring early. Their ids tell, at run time.
 
     A rank then needs the keys of those just before it, for positions count up within a document.
     """

@@ -84,7 +84,7 @@ def _profile(task: Task, console: Console) -> tuple[bool | None, dict[str, Any]]
 
 
 def _all_fit(profiles: Iterable[StepProfile]) -> bool | None:
-    """Whether all steps fit; None: of some it is unknown."""
+    """True if all steps fit; None: of some it is unknown."""
     verdicts = [None if profile.fit is None else profile.fit.fits for profile in profiles]
     return False if False in verdicts else None if None in verdicts else True
 
