@@ -14,15 +14,8 @@ Hardware and expected numbers:
     the folder's config.json alone. Of Llama-3.1-8B's it says 32.1 GB for the first phase and 77.3 GB for the second, of
     112.6, 16.2 GB of them parameters and 0.3 GB the optimizer's (JAX 0.11.2, 2026-11-29).
 
-    A step of one sequence on random weights of this shape, on one H200 (JAX 0.11.2, 2026-11-29), and the same step with
-    the norms alone to train, whose matrices cost forward and input gradients, in turns:
-
-        tokens               32,768     131,072
-        adapters             4.18 s     39.77 s     7,838 and 3,295 tokens/s
-        norms alone          4.00 s     38.82 s     0.96 and 0.98 of the time
-        peak               32.4 GB     79.2 GB
-
-    No pretrained weights were at hand: of a run's losses nothing is known.
+    The run hasn't been timed. `python -m experiments.benchmarks.adapters --length 131072` times a step of this shape
+    with random parameters, beside the same step with its norms alone to train.
 
 `python -m trainer.export --workdir runs/extended_8b --output DIR` merges the adapters into the base; --adapters True
 writes them alone, for `peft`.

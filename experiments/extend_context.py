@@ -14,8 +14,8 @@ Hardware and expected numbers:
     which needs the folder's config.json alone. Of Qwen3-0.6B's it says 16.1 GB for the first phase and 25.0 GB for the
     second, of 112.6 (JAX 0.11.2, 2026-11-29).
 
-    Run for a small model: the first phase of `long_context_from_scratch.py`, 11M parameters trained on 2,048 tokens,
-    exported by `python -m trainer.export`, on that page's documents, with
+    Run for a small model: that of `long_context_from_scratch.py` with `phases=()` and 1,500 steps, 11M parameters
+    trained on 2,048 tokens and exported by `python -m trainer.export`; on that page's documents, with
     `--config experiments/extend_context.py:num_steps=600,learning_rate=5e-4 --data.tokenizer byte --data.source jsonl
     --data.files '~/.cache/flax-longcontext/documents/long*.jsonl' --evaluation.lengths 2048 32768 131072`. One H200
     (JAX 0.11.2, 2026-11-29, f44340d5): 3 min 24 s, of which steps 148 s. Questions answered exactly, teacher-forced,

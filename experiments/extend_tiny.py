@@ -38,6 +38,20 @@ from trainer.evaluate.tasks.words import ADJECTIVES, NOUNS
 from trainer.files.atomic import write_atomically
 
 TASKS = ("key_values",)
+MODEL = GPTConfig(
+    vocab_size=512,
+    num_layers=2,
+    width=128,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    mlp_width=256,
+    mlp="swiglu",
+    rope_base=100.0,
+    remat="none",
+    scan_layers=False,
+    compute_dtype="float32",
+)
 
 
 def get_config(extend: bool = True) -> TrainConfig:
@@ -49,20 +63,7 @@ def get_config(extend: bool = True) -> TrainConfig:
     return TrainConfig(
         name="extend_tiny",
         description="A tiny model whose context is extended, meant for CPU cores",
-        model=GPTConfig(
-            vocab_size=512,
-            num_layers=2,
-            width=128,
-            num_heads=4,
-            num_kv_heads=4,
-            head_dim=32,
-            mlp_width=256,
-            mlp="swiglu",
-            rope_base=100.0,
-            remat="none",
-            scan_layers=False,
-            compute_dtype="float32",
-        ),
+        model=MODEL,
         num_steps=650,
         sequence_length=64,
         batch_size=64,

@@ -254,7 +254,10 @@ def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, h
 
 
 class QueryTokens(NamedTuple):
-    """The numbers that say which keys a block's queries may attend to; None for those that the call doesn't have."""
+    """The numbers that say which keys a block's queries may attend to; None for those that the call doesn't have.
+
+    Kernels make it where they need it: Triton 3.6 refuses functions that return None in a tuple.
+    """
 
     first: tl.tensor
     last: tl.tensor

@@ -91,6 +91,7 @@ def test_each_command_refuses_urls(parse, flags, url):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
+        ("adapters", "AdaptersArguments"),
         ("attention.__main__", "AttentionArguments"),
         ("compile_time.__main__", "Arguments"),
         ("context_attention", "ContextArguments"),
